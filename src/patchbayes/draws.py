@@ -1,0 +1,416 @@
+"""Draws: which component every draw group of the network takes, as an explicit value.
+
+A network's assignment is one flat vector z of component indices, a number for every *draw group* (the network, a site,
+an input unit or an element, as the posterior's tie says). `Layout` says which part of z belongs to which site; `Draws` is
+S such vectors, kept as seeds and counters only: any slice of any vector is computed when asked for.
+"""
+
+import functools
+import hashlib
+import itertools
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor, nn
+
+from .errors import NotPatched, PatchbayesError, TooManyOutcomes, WrongDraws
+from .files import write_atomically
+from .randomness import BITS, fold, integers
+
+Scheme = Literal["iid", "stratified", "enumerated"]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Consecutive draw groups with one law: `length` groups of `outcomes` components with `probabilities` (None: uniform)."""
+
+    name: str
+    length: int
+    outcomes: int
+    probabilities: tuple[float, ...] | None = None
+
+
+class Layout:
+    """What a draw of the network consists of: the spans of all sites, one after the other.
+
+    `unbounded` names what else is random (Gaussian noise, dropout masks), which makes the outcomes uncountable.
+    """
+
+    def __init__(self, spans: Sequence[Span], unbounded: Sequence[str] = ()) -> None:
+        self.spans = tuple(spans)
+        self.unbounded = tuple(unbounded)
+        starts = itertools.accumulate((span.length for span in self.spans), initial=0)
+        *self.starts, self.num_groups = starts
+        self.runs = _merge(self.spans)
+
+    @property
+    def log10_outcomes(self) -> float:
+        """log10 of the number of distinct networks, infinite with noise or masks."""
+        if self.unbounded:
+            return math.inf
+        return sum(span.length * math.log10(span.outcomes) for span in self.spans)
+
+    @property
+    def num_outcomes(self) -> int | float:
+        """The number of distinct networks: the product over all draw groups."""
+        if self.unbounded:
+            return math.inf
+        return math.prod(span.outcomes**span.length for span in self.spans)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Equal for two networks exactly when draws of one fit the other."""
+        text = json.dumps([[s.name, s.length, s.outcomes, s.probabilities] for s in self.spans] + [list(self.unbounded)])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @functools.cached_property
+    def block(self) -> int:
+        """Draws of one stratified block: independent blocks of this length are exchangeable replicates."""
+        return math.lcm(*(_strata(outcomes, p) for _, outcomes, p in self.runs)) if self.runs else 1
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """The draw that a forward pass computes with: z of the whole network, and the key of its noise and masks.
+
+    indices (num_groups,) int64; key () int64 on the CPU. `explicit` tells a draw that was passed in (prediction, a draw
+    context) from one that the network made for itself. `examples` (B,) int64 numbers the examples of the batch, so that
+    what is drawn for an example does not depend on its batch; None: rows are numbered as they come.
+    """
+
+    key: Tensor
+    indices: Tensor
+    explicit: bool = False
+    examples: Tensor | None = None
+
+    def example_keys(self, num_rows: int) -> Tensor:
+        """A key for each row of a batch, (num_rows,) int64."""
+        rows = torch.arange(num_rows)
+        if self.examples is not None and len(self.examples):
+            repeats = num_rows // len(self.examples)
+            if repeats * len(self.examples) == num_rows:  # rows that belong to one example stay together
+                rows = (self.examples.unsqueeze(1) * repeats + torch.arange(repeats)).flatten()
+        return fold(fold(self.key, 0), rows)
+
+
+@dataclass(frozen=True)
+class _Part:
+    scheme: Scheme
+    seed: int
+    counters: range | tuple[int, ...]
+
+
+class Draws:
+    """S draws of a whole network: a value to make once and to pass to every path that computes with it.
+
+    Make it with `sample` (independent, the paper's), `stratify` or `enumerate`; slice it, add two, save it. It holds seeds
+    and counters, not assignments: S = 200 draws of an ECMP ResNet-18 would be 836 MB of indices, and here are two numbers.
+    Draws fit the network they were made for (same sites, ties, components), whatever its weights.
+    """
+
+    def __init__(self, layout: Layout, parts: Sequence[_Part]) -> None:
+        self.layout = layout
+        self._parts = tuple(part for part in parts if len(part.counters))
+
+    @classmethod
+    def sample(cls, model: nn.Module, num_draws: int, generator: torch.Generator | None = None) -> Self:
+        """Independent draws from q (Algorithm 1). The seed comes from `generator`; without one it is 0."""
+        _check_count(num_draws)
+        return cls(layout_of(model), [_Part("iid", _seed_from(generator), range(num_draws))])
+
+    @classmethod
+    def stratify(cls, model: nn.Module, num_draws: int, generator: torch.Generator | None = None) -> Self:
+        """Draws in which every component comes equally often in every draw group: unbiased, less variance.
+
+        In each block of K consecutive draws, a group runs through its K components in a random order of its own; groups
+        and blocks are independent (a Latin hypercube). With unequal probabilities p a block is as long as it takes to
+        hold every component its exact share of times (at most 256; else 16 equal slices of [0, 1)).
+        """
+        _check_count(num_draws)
+        return cls(layout_of(model), [_Part("stratified", _seed_from(generator), range(num_draws))])
+
+    @classmethod
+    def enumerate(cls, model: nn.Module, limit: int = 100_000) -> Self:
+        """Every distinct network once, with its probability as weight: averages over it have no Monte-Carlo error."""
+        layout = layout_of(model)
+        if layout.unbounded:
+            raise TooManyOutcomes(
+                f"Draws.enumerate: the outcomes of this network cannot be counted ({', '.join(layout.unbounded)}).\n"
+                f"  do       Draws.sample(model, num_draws)"
+            )
+        if layout.log10_outcomes > math.log10(limit) + 1e-9:
+            raise TooManyOutcomes(
+                f"Draws.enumerate: this network has {format_count(layout.log10_outcomes)} outcomes, "
+                f"more than limit={limit:,}.\n"
+                f"  do       Draws.sample or Draws.stratify, fewer sites or components, or a larger limit."
+            )
+        return cls(layout, [_Part("enumerated", 0, range(int(layout.num_outcomes)))])
+
+    @classmethod
+    def concatenate(cls, draws: Sequence[Self]) -> Self:
+        """All draws of several, one after the other."""
+        if not draws:
+            raise PatchbayesError("Draws.concatenate: nothing given; pass at least one Draws.")
+        for other in draws[1:]:
+            if other.layout.fingerprint != draws[0].layout.fingerprint:
+                raise WrongDraws("Draws.concatenate: the draws were made for networks with different sites.")
+        return cls(draws[0].layout, [part for one in draws for part in one._parts])
+
+    def __add__(self, other: Self) -> Self:
+        return self.concatenate([self, other])
+
+    def __len__(self) -> int:
+        return sum(len(part.counters) for part in self._parts)
+
+    def __getitem__(self, which: int | slice | Sequence[int]) -> Self:
+        """The chosen draws, again as `Draws` (an integer gives a Draws of length one)."""
+        if isinstance(which, int):
+            if not -len(self) <= which < len(self):
+                raise IndexError(f"draw {which} of {len(self)}")
+            which = [which % len(self)]
+        chosen = range(len(self))[which] if isinstance(which, slice) else [range(len(self))[i] for i in which]
+        parts: list[_Part] = []
+        bounds = list(itertools.accumulate((len(part.counters) for part in self._parts), initial=0))
+        for number, group in itertools.groupby(chosen, lambda i: next(n for n, b in enumerate(bounds[1:]) if i < b)):
+            part = self._parts[number]
+            counters = _as_range([part.counters[i - bounds[number]] for i in group])
+            parts.append(_Part(part.scheme, part.seed, counters))
+        return type(self)(self.layout, parts)
+
+    def __iter__(self) -> Iterator[Self]:
+        return (self[i] for i in range(len(self)))
+
+    def __repr__(self) -> str:
+        what = " + ".join(f"{len(part.counters)} {part.scheme}" for part in self._parts) or "none"
+        return f"Draws({what}; {self.layout.num_groups} draw groups)"
+
+    @property
+    def schemes(self) -> frozenset[Scheme]:
+        """How the draws were made."""
+        return frozenset(part.scheme for part in self._parts)
+
+    @property
+    def num_parts(self) -> int:
+        """How many separately made sets were concatenated."""
+        return len(self._parts)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the draws are a full enumeration, so that averages over them are exact."""
+        counters = self._parts[0].counters if len(self._parts) == 1 and self.schemes == {"enumerated"} else ()
+        return len(counters) > 0 and sorted(counters) == list(range(int(self.layout.num_outcomes)))
+
+    @property
+    def weights(self) -> Tensor:
+        """The weight of each draw in an average, (S,) float64, summing to one."""
+        weights = torch.cat([self._relative_weights(part) for part in self._parts])
+        return weights / weights.sum()
+
+    def _relative_weights(self, part: _Part) -> Tensor:
+        weights = torch.ones(len(part.counters), dtype=torch.float64)
+        if part.scheme == "enumerated":
+            digits = _enumerated(self.layout, torch.tensor(list(part.counters)), 0, self.layout.num_groups)
+            for start, span in zip(self.layout.starts, self.layout.spans, strict=True):
+                if span.probabilities is not None:
+                    p = torch.tensor(span.probabilities, dtype=torch.float64) * span.outcomes
+                    weights *= p[digits[:, start : start + span.length]].prod(dim=1)
+        return weights
+
+    def keys(self) -> Tensor:
+        """A key for each draw, (S,) int64: names the draw's streams of noise and masks."""
+        return torch.cat([_keys(part) for part in self._parts])
+
+    def assignments(self, start: int = 0, stop: int | None = None, device: torch.device | None = None) -> Tensor:
+        """Component indices of the draw groups start..stop-1, (S, stop - start) int64."""
+        stop = self.layout.num_groups if stop is None else stop
+        return torch.cat([_assign(self.layout, part, start, stop, device) for part in self._parts])
+
+    def drawn(self, number: int, device: torch.device | None = None, examples: Tensor | None = None) -> Drawn:
+        """Draw `number` in the form that a forward pass takes."""
+        one = self[number]
+        return Drawn(one.keys()[0], one.assignments(device=device)[0], explicit=True, examples=examples)
+
+    def save(self, path: str | Path) -> None:
+        """Write the draws as JSON (seeds and counters, and the fingerprint of the layout)."""
+        parts = [
+            {"scheme": part.scheme, "seed": part.seed, "counters": _counters_to_json(part.counters)} for part in self._parts
+        ]
+        text = json.dumps({"format": "patchbayes-draws-1", "layout": self.layout.fingerprint, "parts": parts}, indent=1)
+        write_atomically(Path(path), text.encode())
+
+    @classmethod
+    def load(cls, path: str | Path, model: nn.Module) -> Self:
+        """Read draws written by `save`, for the network they were made for."""
+        try:
+            content = json.loads(Path(path).read_text())
+            if content["format"] != "patchbayes-draws-1":
+                raise KeyError("format")
+            parts = [_Part(_scheme(p["scheme"]), int(p["seed"]), _counters_from_json(p["counters"])) for p in content["parts"]]
+            fingerprint = content["layout"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise PatchbayesError(f"Draws.load: {path} is not a file of draws ({error!r}).") from None
+        layout = layout_of(model)
+        if fingerprint != layout.fingerprint:
+            raise WrongDraws(f"Draws.load: {path} holds draws of a network with other sites (layout {fingerprint}).")
+        return cls(layout, parts)
+
+
+def layout_of(model: nn.Module) -> Layout:
+    """The layout of the patched network that `model` is or holds."""
+    layout = network_of(model).layout
+    assert isinstance(layout, Layout)
+    return layout
+
+
+def network_of(model: nn.Module) -> Any:
+    """The record (`patching.Network`) of the one patched network that `model` is, wraps or contains."""
+    found = [m.__dict__["_patchbayes"] for m in model.modules() if "_patchbayes" in m.__dict__]
+    if not found:
+        raise NotPatched(
+            f"{type(model).__name__} is not a patched network, nor does it contain one.\n"
+            "  do       patchbayes.patch_(model, patchbayes.ECMP(components=5)) first."
+        )
+    if len(found) > 1:
+        raise PatchbayesError(
+            f"{type(model).__name__} contains {len(found)} separately patched networks; a draw belongs to one.\n"
+            "  do       unpatch_ them and patch_ the whole network in one call."
+        )
+    return found[0]
+
+
+def assign(layout: Layout, key: Tensor, start: int, stop: int, device: torch.device | None = None) -> Tensor:
+    """Independent component indices of the groups start..stop-1 for each key: (*key.shape, stop - start) int64."""
+    pieces = [
+        _inverse_cdf(integers(key, begin, end, device), outcomes, p)
+        for begin, end, outcomes, p in _overlaps(layout, start, stop)
+    ]
+    if not pieces:
+        return torch.zeros(*key.shape, 0, dtype=torch.int64, device=device)
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=-1)
+
+
+def format_count(log10: float) -> str:
+    """A number of outcomes for people: 25, 3,125 or 10^1234.5."""
+    if math.isinf(log10):
+        return "infinitely many"
+    return f"{round(10**log10):,}" if log10 < 9 else f"10^{log10:,.1f}"
+
+
+def _assign(layout: Layout, part: _Part, start: int, stop: int, device: torch.device | None) -> Tensor:
+    if part.scheme == "iid":
+        return assign(layout, _keys(part), start, stop, device)
+    counters = torch.tensor(list(part.counters), dtype=torch.int64)
+    if part.scheme == "enumerated":
+        return _enumerated(layout, counters, start, stop).to(device)
+    seed = torch.tensor(part.seed)
+    pieces = []
+    for begin, end, outcomes, p in _overlaps(layout, start, stop):
+        strata = _strata(outcomes, p)
+        order = fold(fold(seed, 2), counters // strata)
+        stratum = _permuted(integers(order, begin, end, device), (counters % strata).to(device), strata, order, begin, end)
+        if p is None:
+            pieces.append(stratum)
+        else:
+            within = integers(fold(fold(seed, 3), counters), begin, end, device)
+            pieces.append(_inverse_cdf(((stratum << BITS) + within) // strata, outcomes, p))
+    if not pieces:
+        return torch.zeros(len(counters), 0, dtype=torch.int64, device=device)
+    return torch.cat(pieces, dim=-1)
+
+
+def _inverse_cdf(uniform: Tensor, outcomes: int, p: tuple[float, ...] | None) -> Tensor:
+    if p is None:
+        return uniform.mul_(outcomes).bitwise_right_shift_(BITS)
+    thresholds = [round(c * 2**BITS) for c in itertools.accumulate(p)][:-1]
+    return torch.bucketize(uniform, torch.tensor(thresholds, dtype=torch.int64, device=uniform.device), right=True)
+
+
+def _permuted(uniform: Tensor, position: Tensor, length: int, key: Tensor, begin: int, end: int) -> Tensor:
+    """Entry `position` of a random permutation of 0..length-1, a permutation for each element of `uniform`."""
+    if length <= 6:
+        table = torch.tensor(list(itertools.permutations(range(length))), device=uniform.device)
+        return table[(uniform * len(table)) >> BITS, position.unsqueeze(-1)]
+    factors = torch.tensor([a for a in range(length) if math.gcd(a, length) == 1], device=uniform.device)
+    factor = factors[(uniform * len(factors)) >> BITS]
+    offset = (integers(fold(key, 1), begin, end, uniform.device) * length) >> BITS
+    return (factor * position.unsqueeze(-1) + offset) % length
+
+
+def _strata(outcomes: int, p: tuple[float, ...] | None) -> int:
+    if p is None:
+        return outcomes
+    fractions = [Fraction(x).limit_denominator(256) for x in p]
+    if any(abs(float(f) - x) > 1e-9 for f, x in zip(fractions, p, strict=True)):
+        return 16
+    exact = math.lcm(*(f.denominator for f in fractions))
+    return exact if exact <= 256 else 16
+
+
+def _enumerated(layout: Layout, counters: Tensor, start: int, stop: int) -> Tensor:
+    digits, rest = [], counters.clone()
+    for span in layout.spans:
+        for _ in range(span.length):
+            digits.append(rest % span.outcomes)
+            rest = rest // span.outcomes
+    if not digits:
+        return torch.zeros(len(counters), 0, dtype=torch.int64)
+    return torch.stack(digits, dim=-1)[:, start:stop]
+
+
+def _keys(part: _Part) -> Tensor:
+    return fold(fold(torch.tensor(part.seed), 1), torch.tensor(list(part.counters), dtype=torch.int64))
+
+
+def _overlaps(layout: Layout, start: int, stop: int) -> Iterator[tuple[int, int, int, tuple[float, ...] | None]]:
+    begin = 0
+    for length, outcomes, p in layout.runs:
+        low, high = max(begin, start), min(begin + length, stop)
+        if low < high:
+            yield low, high, outcomes, p
+        begin += length
+
+
+def _merge(spans: Sequence[Span]) -> tuple[tuple[int, int, tuple[float, ...] | None], ...]:
+    grouped = itertools.groupby(spans, lambda span: (span.outcomes, span.probabilities))
+    return tuple((sum(span.length for span in group), *law) for law, group in grouped)
+
+
+def _seed_from(generator: torch.Generator | None) -> int:
+    if generator is None:
+        return 0
+    return int(torch.randint(2**62, (), generator=generator, device=generator.device))
+
+
+def _check_count(num_draws: int) -> None:
+    if isinstance(num_draws, bool) or not isinstance(num_draws, int) or num_draws < 1:
+        raise PatchbayesError(f"draws={num_draws!r}: a number of draws is an integer of at least 1.")
+
+
+def _as_range(counters: list[int]) -> range | tuple[int, ...]:
+    step = counters[1] - counters[0] if len(counters) > 1 else 1
+    candidate = range(counters[0], counters[0] + step * len(counters), step) if step else None
+    return candidate if candidate is not None and list(candidate) == counters else tuple(counters)
+
+
+def _counters_to_json(counters: range | tuple[int, ...]) -> Any:
+    if isinstance(counters, range):
+        return {"start": counters.start, "stop": counters.stop, "step": counters.step}
+    return list(counters)
+
+
+def _counters_from_json(content: Any) -> range | tuple[int, ...]:
+    if isinstance(content, dict):
+        return range(int(content["start"]), int(content["stop"]), int(content["step"]))
+    return tuple(int(c) for c in content)
+
+
+def _scheme(text: str) -> Scheme:
+    if text not in ("iid", "stratified", "enumerated"):
+        raise KeyError(text)
+    return text  # type: ignore[return-value]

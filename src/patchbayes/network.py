@@ -1,0 +1,454 @@
+"""A patched network at work: what is stored on its modules, and how one draw reaches all of its sites.
+
+Everything lives on the modules themselves (attributes and module-level hook functions, no closures), so that a deepcopy is
+a network of its own. The root's class is replaced by a subclass whose `forward` draws first: unlike a hook, that also holds
+for `model.forward(x)` and `torch.compile(model.forward)`.
+"""
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from .draws import Drawn, Draws, Layout, Span, assign, network_of
+from .errors import PatchbayesError, WrongDraws
+from .posteriors.dropout import DropoutPosterior
+from .posteriors.mixture import MixturePosterior
+from .posteriors.posterior import Method, Posterior, is_bias
+from .prior import LearnedPrior, Prior
+from .randomness import fold
+
+GENERATOR_KEY = "patchbayes_generator"
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+@dataclass(eq=False)
+class Site:
+    """A patched module: its name, the method, the posterior, and the modules that share its parameters.
+
+    `components("weight")` are the stored components, (K, *shape): initialize or inspect a patched layer through them,
+    since `module.weight` is only the value of the current draw.
+    """
+
+    name: str
+    module: nn.Module
+    method: Method
+    posterior: Posterior
+    network: "Network"
+    parameter_order: tuple[str, ...]
+    tied: dict[str, list[tuple[str, nn.Module, str]]]
+
+    def components(self, name: str) -> Tensor:
+        """The stored tensor of a parameter, with its leading component axis."""
+        return self.posterior.stored(name)
+
+
+class Network:
+    """The record that a patched root module carries: its sites, their layout, its generator, the current draw.
+
+    The generator is a seed and a counter, (2,) int64, kept outside the buffers: DDP would overwrite those from rank 0.
+    """
+
+    def __init__(self, seed: int, prior: Prior | LearnedPrior) -> None:
+        self.sites: list[Site] = []
+        self.layout = Layout([])
+        self.generator = torch.tensor([seed, 0], dtype=torch.int64)
+        self.prior = prior
+        self.current = Drawn(torch.tensor(0), torch.zeros(0, dtype=torch.int64))
+        self.held: Drawn | None = None
+        self.active = 0
+        self.warned = False
+
+    def lay_out(self) -> None:
+        """Give every site its place in the draw, after sites were added or removed."""
+        spans: list[Span] = []
+        starts: dict[str, int] = {}
+        position = 0
+        unbounded = []
+        for number, site in enumerate(self.sites):
+            shared = site.posterior.networkwide
+            own = [Span(site.name, s.length, s.outcomes, s.probabilities) for s in site.posterior.spans]
+            if shared is not None:
+                own = [] if "network" in starts else [shared]
+            site.posterior.bind(starts["network"] if shared and "network" in starts else position, 16 * (number + 1))
+            if shared is not None:
+                starts.setdefault("network", position)
+            spans += own
+            position += sum(span.length for span in own)
+            if site.posterior.unbounded:
+                unbounded.append(f"{site.name}: {site.posterior.unbounded}")
+        self.layout = Layout(spans, unbounded)
+        self.current = self._draw(self.generator.clone())
+
+    def advance(self) -> None:
+        """Make the next draw of the network's own generator the current one."""
+        self.current = self._draw(self.generator)
+        self.generator[1] += 1
+
+    def _draw(self, generator: Tensor) -> Drawn:
+        key = fold(fold(generator[0], _rank()), generator[1])
+        return Drawn(key, assign(self.layout, key, 0, self.layout.num_groups, self.device))
+
+    @property
+    def device(self) -> torch.device | None:
+        return next((p.device for site in self.sites for p in site.module.parameters()), None)
+
+    def check(self, draws: Draws) -> None:
+        """Refuse draws that were made for another network."""
+        if draws.layout.fingerprint != self.layout.fingerprint:
+            theirs = f"{len(draws.layout.spans)} sites, {draws.layout.num_groups} draw groups"
+            ours = f"{len(self.layout.spans)} sites, {self.layout.num_groups} draw groups"
+            raise WrongDraws(
+                f"the draws were made for another network ({theirs}); this one has {ours}.\n"
+                "  do       make them with Draws.sample(model, ...), .stratify or .enumerate for this model."
+            )
+
+
+@contextlib.contextmanager
+def drawn(model: nn.Module, draws: Draws | None = None) -> Iterator[None]:
+    """Hold one draw of the network for all calls in the block, whichever methods they go through.
+
+    For calls that do not start at the patched network's `forward` (a model's `forward_features`, one of its parts) or that
+    make several forward passes of one network (`generate`). Without `draws` the network's generator makes a fresh draw;
+    with `draws`, that one (a `Draws` of length 1).
+    """
+    network = network_of(model)
+    if draws is None:
+        network.advance()
+        held = network.current
+    else:
+        network.check(draws)
+        if len(draws) != 1:
+            raise PatchbayesError(f"drawn: one draw is held at a time, {len(draws)} were given; pass draws[i].")
+        held = draws.drawn(0, network.device)
+    with hold(network, held):
+        yield
+
+
+@contextlib.contextmanager
+def hold(network: Network, held: Drawn) -> Iterator[None]:
+    before = network.held, network.current
+    network.held = network.current = held
+    try:
+        yield
+    finally:
+        network.held, network.current = before
+
+
+def forward_draws(model: nn.Module, inputs: Any, draws: int | Draws = 1) -> Tensor:
+    """The outputs of S draws of the network on one batch, with gradients: (S, *output.shape).
+
+    With a number, S fresh draws of the network's own generator; with `Draws`, those. For training with S > 1, up to
+    `Draws.enumerate(model)`, which marginalizes the assignments exactly (appendix B.4). tuple and dict inputs are spread.
+    """
+    from .selection import call
+
+    network = network_of(model)
+    outputs = []
+    if isinstance(draws, Draws):
+        network.check(draws)
+    elif isinstance(draws, bool) or not isinstance(draws, int) or draws < 1:
+        raise PatchbayesError(f"forward_draws(draws={draws!r}): give a number of draws of at least 1, or Draws.")
+    for number in range(draws if isinstance(draws, int) else len(draws)):
+        with drawn(model, None if isinstance(draws, int) else draws[number]):
+            outputs.append(call(model, inputs))
+    if not all(isinstance(output, Tensor) for output in outputs):
+        raise PatchbayesError(f"forward_draws: the network returns a {type(outputs[0]).__name__}; a tensor is required.")
+    return torch.stack(outputs)
+
+
+def install_root_(root: nn.Module, network: Network) -> None:
+    """Make `root` draw before every forward, and carry its generator in its state dict."""
+    cls = type(root)
+
+    @functools.wraps(cls.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return _with_draw(self, cls.forward, args, kwargs)
+
+    namespace = {"forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    if root._parameters:  # the root may be a site itself, whose hooks run before its forward and need the draw
+
+        def called(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return _with_draw(self, cls.__call__, args, kwargs)
+
+        namespace["__call__"] = called
+    root.__class__ = type(cls.__name__, (cls,), namespace)
+    root.__dict__["_patchbayes"] = network
+    root.__dict__["_patchbayes_handles"] = [
+        root.register_state_dict_post_hook(_save_generator),
+        root.register_load_state_dict_pre_hook(_load_generator),
+    ]
+
+
+def remove_root_(root: nn.Module) -> None:
+    for handle in root.__dict__.pop("_patchbayes_handles"):
+        handle.remove()
+    del root.__dict__["_patchbayes"]
+    root.__class__ = type(root).__bases__[0]
+
+
+class DrawnParameter(nn.Module):
+    """The parametrization of one parameter of a site: (K, *shape) in, the value of the current draw (*shape) out."""
+
+    def __init__(self, site: Site, name: str, stored_shape: torch.Size) -> None:
+        super().__init__()
+        self.site = site
+        self.name = name
+        self.stored_shape = stored_shape
+
+    def forward(self, stored: Tensor) -> Tensor:
+        posterior = self.site.posterior
+        if isinstance(posterior, MixturePosterior) and draws_per_example(self.site):
+            neutral = torch.zeros if is_bias(self.name) else torch.ones
+            return neutral(stored.shape[1:], dtype=stored.dtype, device=stored.device)
+        return posterior.realize_one(self.name, stored, self.site.network.current)
+
+    def right_inverse(self, value: Tensor) -> Tensor:
+        """`module.weight = value` gives every component that value."""
+        return value if value.shape == self.stored_shape else value.expand(self.stored_shape).clone()
+
+    def extra_repr(self) -> str:
+        return f"{self.site.method.label}, {self.name}"
+
+
+def draws_per_example(site: Site) -> bool:
+    """Whether the current draw gives this site a component for each example (a network's own draw, never one passed in)."""
+    method = site.method
+    return bool(getattr(method, "per_example", False)) and not site.network.current.explicit
+
+
+def install_site_(site: Site) -> None:
+    """Parametrize the site's module (its stored tensors are in place already) and add the hooks its method needs."""
+    module = site.module
+    module.__dict__["_patchbayes_site"] = site
+    handles = [module.register_forward_pre_hook(_require_draw)]
+    for name in site.posterior.names:
+        shape = module._parameters[name].shape  # type: ignore[union-attr]
+        nn.utils.parametrize.register_parametrization(module, name, DrawnParameter(site, name, shape), unsafe=True)
+        for _, other, other_name in site.tied.get(name, []):
+            other.__dict__.setdefault("_patchbayes_tied", {})[other_name] = (site, name)
+            drawn_too = DrawnParameter(site, name, shape)
+            nn.utils.parametrize.register_parametrization(other, other_name, drawn_too, unsafe=True)
+            if "_patchbayes_tied_handle" not in other.__dict__:
+                other.__dict__["_patchbayes_tied_handle"] = other.register_load_state_dict_pre_hook(_load_ordinary_tied)
+    handles.append(module.register_load_state_dict_pre_hook(_load_ordinary))
+    if isinstance(site.posterior, DropoutPosterior):
+        handles.append(module.register_forward_pre_hook(_mask_input, with_kwargs=True))
+    if getattr(site.method, "per_example", False):
+        handles.append(module.register_forward_hook(_affine_per_example))
+    if getattr(site.method, "statistics", "shared") == "per_component" and _has_statistics(module):
+        number = site.posterior.method.components  # type: ignore[attr-defined]
+        for name in _STATISTICS:
+            statistic = getattr(module, name)
+            module.register_buffer(f"component_{name}", statistic.unsqueeze(0).repeat(number, *[1] * statistic.dim()))
+        handles.append(module.register_forward_pre_hook(_take_statistics))
+        handles.append(module.register_forward_hook(_return_statistics))
+    if isinstance(module, nn.RNNBase) and site.posterior.names:
+        handles.append(module.register_forward_pre_hook(_gather_flat_weights))
+        handles.append(module.register_forward_hook(_drop_flat_weights, always_call=True))
+    module.__dict__["_patchbayes_handles_site"] = handles
+
+
+def remove_site_(site: Site, values: dict[str, Tensor], statistics: dict[str, Tensor]) -> None:
+    """Give the module its ordinary parameters back, with the given values, in their old order."""
+    module = site.module
+    for handle in module.__dict__.pop("_patchbayes_handles_site"):
+        handle.remove()
+    del module.__dict__["_patchbayes_site"]
+    for name in site.posterior.names:
+        stored = site.posterior.stored(name)
+        stored.data = values[name].detach().clone().contiguous()
+        stored.grad = None
+        nn.utils.parametrize.remove_parametrizations(module, name, leave_parametrized=False)
+        for _, other, other_name in site.tied.get(name, []):
+            nn.utils.parametrize.remove_parametrizations(other, other_name, leave_parametrized=False)
+            other.__dict__["_patchbayes_tied"].pop(other_name)
+            if not other.__dict__["_patchbayes_tied"]:
+                del other.__dict__["_patchbayes_tied"]
+                other.__dict__.pop("_patchbayes_tied_handle").remove()
+    module._parameters = {name: module._parameters[name] for name in site.parameter_order}
+    for name, value in statistics.items():
+        del module._buffers[f"component_{name}"]
+        module._buffers[name] = value.detach().clone()
+    if isinstance(module, nn.RNNBase) and site.posterior.names:
+        module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
+
+
+def component_statistics(module: nn.Module) -> dict[str, Tensor]:
+    """Batch-norm running statistics of all components, (K, ...) each; empty where they are shared."""
+    found = {name: module._buffers.get(f"component_{name}") for name in _STATISTICS}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _with_draw(root: nn.Module, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    network: Network = root.__dict__["_patchbayes"]
+    if network.active:
+        return function(root, *args, **kwargs)
+    if network.held is not None:
+        network.current = network.held
+    else:
+        network.advance()
+    if torch.compiler.is_compiling():
+        return function(root, *args, **kwargs)
+    if network.held is None and not root.training:
+        _warn_single_draw(network)
+    network.active += 1
+    try:
+        outputs = function(root, *args, **kwargs)
+    finally:
+        network.active -= 1
+    if torch.is_grad_enabled():
+        _remember_for_backward(network, outputs)
+    return outputs
+
+
+def _warn_single_draw(network: Network) -> None:
+    if not network.warned:
+        network.warned = True
+        warnings.warn(
+            "A patched network was called in eval mode: the output is that of one random draw, not the prediction. "
+            "Average draws with patchbayes.predict(model, inputs, draws=...), or wrap the network once in "
+            "patchbayes.Predictor(model, draws=...). (Said once for each network.)",
+            stacklevel=4,
+        )
+
+
+def _remember_for_backward(network: Network, outputs: Any) -> None:
+    """Restore this forward's draw when backward reaches its outputs: activation checkpointing then recomputes with it."""
+    current = network.current
+    for output in tree_leaves(outputs):
+        if isinstance(output, Tensor) and output.grad_fn is not None:
+            output.register_hook(functools.partial(_restore, network, current))
+
+
+def _restore(network: Network, current: Drawn, _gradient: Tensor) -> None:
+    network.current = current
+
+
+def _require_draw(module: nn.Module, _args: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    site: Site = module.__dict__["_patchbayes_site"]
+    network = site.network
+    if network.active or network.held is not None or torch._C._current_graph_task_id() != -1:
+        return
+    if module.training and torch.is_grad_enabled():
+        raise PatchbayesError(
+            f'The site "{site.name}" ran outside a forward call of the patched network, so no draw was made for it; '
+            "training would go on with an old draw.\n"
+            "  do       with patchbayes.drawn(model): ... around calls such as forward_features() or a part of the network."
+        )
+    _warn_single_draw(network)
+
+
+def _mask_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    site: Site = module.__dict__["_patchbayes_site"]
+    posterior = site.posterior
+    assert isinstance(posterior, DropoutPosterior)
+    for place, value in [*enumerate(args), *kwargs.items()]:
+        if isinstance(value, Tensor) and value.is_floating_point():
+            masked = posterior.mask(value, site.network.current)
+            if isinstance(place, int):
+                return (*args[:place], masked, *args[place + 1 :]), kwargs
+            return args, {**kwargs, place: masked}
+    raise PatchbayesError(f'Dropout before "{site.name}" ({type(module).__name__}): it was given no floating-point tensor.')
+
+
+def _affine_per_example(module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+    site: Site = module.__dict__["_patchbayes_site"]
+    posterior, network = site.posterior, site.network
+    if not draws_per_example(site):
+        return output
+    keys = network.current.example_keys(output.shape[0])
+    length = sum(span.length for span in posterior.spans)
+    indices = assign(network.layout, keys, posterior.offset, posterior.offset + length, output.device)
+    assert isinstance(posterior, MixturePosterior)
+    for name in posterior.names:
+        values = posterior.value(name, posterior.stored(name), indices, network.current.key)
+        trailing = isinstance(module, nn.LayerNorm | nn.RMSNorm)
+        padding = [1] * (output.dim() - values.dim())
+        shape = (len(values), *padding, *values.shape[1:]) if trailing else (*values.shape, *padding)
+        output = output + values.view(shape) if is_bias(name) else output * values.view(shape)
+    return output
+
+
+def _has_statistics(module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is not None
+
+
+def _component(site: Site) -> Tensor:
+    offset = site.posterior.offset
+    return site.network.current.indices[offset : offset + 1]
+
+
+def _take_statistics(module: nn.Module, _args: Any) -> None:
+    which = _component(module.__dict__["_patchbayes_site"])
+    for name, stored in component_statistics(module).items():
+        module._buffers[name] = stored.index_select(0, which.to(stored.device))[0]
+
+
+def _return_statistics(module: nn.Module, _args: Any, _output: Any) -> None:
+    if not module.training:
+        return
+    which = _component(module.__dict__["_patchbayes_site"])
+    with torch.no_grad():
+        for name, stored in component_statistics(module).items():
+            stored.index_copy_(0, which.to(stored.device), module._buffers[name].unsqueeze(0))  # type: ignore[union-attr]
+
+
+def _gather_flat_weights(module: nn.Module, _args: Any) -> None:
+    module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
+
+
+def _drop_flat_weights(module: nn.Module, _args: Any, _output: Any) -> None:
+    module._flat_weights = []  # drawn tensors are not leaves: keeping them would break deepcopy
+
+
+def _save_generator(module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any) -> None:
+    state_dict[prefix + GENERATOR_KEY] = module.__dict__["_patchbayes"].generator.clone()
+
+
+def _load_generator(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    state = state_dict.pop(prefix + GENERATOR_KEY, None)
+    if state is not None:
+        module.__dict__["_patchbayes"].generator.copy_(state)
+
+
+def _load_ordinary(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Let an ordinary checkpoint of the unpatched network start the components anew."""
+    site: Site = module.__dict__["_patchbayes_site"]
+    _start_from(site, {name: name for name in site.posterior.names}, state_dict, prefix)
+    for name, stored in component_statistics(module).items():
+        key = f"{prefix}component_{name}"
+        if key not in state_dict and prefix + name in state_dict:
+            state_dict[key] = state_dict[prefix + name].expand_as(stored).clone()
+
+
+def _load_ordinary_tied(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    for own_name, (site, name) in module.__dict__["_patchbayes_tied"].items():
+        _start_from(site, {own_name: name}, state_dict, prefix)
+
+
+def _start_from(site: Site, names: dict[str, str], state_dict: dict[str, Any], prefix: str) -> None:
+    posterior = site.posterior
+    values = {n: state_dict[prefix + own] for own, n in names.items() if prefix + own in state_dict}
+    fitting = {n: v for n, v in values.items() if v.shape == posterior.stored(n).shape[1:]}
+    if not fitting:
+        return
+    stand_in = {n: fitting.get(n, posterior.stored(n)[0]) for n in posterior.names}
+    stored = posterior.start(stand_in, torch.Generator().manual_seed(0), fresh=False)
+    for own, name in names.items():
+        if name in fitting:
+            state_dict[f"{prefix}parametrizations.{own}.original"] = stored[name]
+            del state_dict[prefix + own]
+
+
+def _rank() -> int:
+    initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_rank() if initialized else 0

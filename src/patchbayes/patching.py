@@ -1,0 +1,282 @@
+"""patch_ and unpatch_: make sites of a network random, in place, and undo it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from .draws import Draws, network_of
+from .errors import NothingToPatch, NotPatched, PatchbayesError
+from .network import Network, Site, component_statistics, install_root_, install_site_, remove_root_, remove_site_
+from .patch_report import PatchReport, report_on
+from .posteriors.posterior import Method, Posterior, own_parameters
+from .prior import LearnedPrior, Prior
+from .selection import Sites, select
+
+Tied = Literal["together", "separate"]
+
+
+def patch_(
+    model: nn.Module,
+    method: Method | Mapping[Sites, Method],
+    sites: Sites = "norm+output",
+    *,
+    example_input: Any = None,
+    tied: Tied = "together",
+    prior: Prior | LearnedPrior | None = None,
+    generator: torch.Generator | None = None,
+) -> PatchReport:
+    """Make the chosen layers of a network random, in place; the rest stays shared (section 3).
+
+    method         `EMP()`, `ECMP()`, `Dropout(rate)`, ...; or several rules at once, a mapping from sites to methods, where
+                   the first rule that matches a layer wins: `{"norm": EMP(5), "linear": Dropout(0.1)}`.
+    sites          words joined by + ("norm", "output", "input", "linear", "conv", "all"), globs on module names
+                   ("layer4.*"), or a predicate (name, module) -> bool.
+    example_input  an input to trace, so that "output" and "input" follow the order of execution; without it they follow
+                   the order of registration. A tuple is spread over the arguments, a mapping over the keywords.
+    tied           what to do where a site's parameter belongs to other modules too (tied embeddings): "together" makes it
+                   random in all of them, with one draw; "separate" unties the site.
+    prior          the precisions that `kl` uses; N(0, 1) by default.
+    generator      source of the jitter and of the seed of the network's own draws; a generator with seed 0 by default.
+
+    Stored parameters become (K, *shape) in the same Parameter objects, so an optimizer made before still holds them (one
+    that has already stepped holds state of the old shape and is refused at its next step). Patch before wrapping in DDP
+    or compiling. Buffers, frozen flags, classes and hooks of the network stay. Batch norm: convert to SyncBatchNorm first.
+    Note that momentum and Adam move components that were not drawn in a step; plain SGD does not.
+    """
+    if not isinstance(model, nn.Module):
+        raise PatchbayesError(f"patch_: a torch.nn.Module is patched, a {type(model).__name__} was given.")
+    _refuse_wrapped(model)
+    generator = generator or torch.Generator().manual_seed(0)
+    plan = _plan(model, _rules(method, sites), example_input, tied, generator)
+    network: Network | None = model.__dict__.get("_patchbayes")
+    before = sum(p.numel() for p in model.parameters())
+    seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
+    if network is None:
+        network = Network(seed, prior or Prior())
+        install_root_(model, network)
+    elif prior is not None:
+        network.prior = prior
+    for chosen in plan.sites:
+        _install(network, chosen, generator)
+    order = {name: position for position, (name, _) in enumerate(model.named_modules())}
+    network.sites.sort(key=lambda site: order[site.name])
+    network.lay_out()
+    _watch_optimizers()
+    return report_on(model, network, before, plan.skipped, plan.notes)
+
+
+def unpatch_(model: nn.Module, keep: int | Literal["mean"] | Draws = 0) -> None:
+    """Turn a patched network back into an ordinary one, in place.
+
+    keep   which network to leave: the number of a component (0 is the network that was patched, bit for bit if untrained
+           and not started from another `norm_scale`), "mean" for the mean of every parameter, or one draw, a `Draws` of
+           length 1. Running statistics kept for each component are chosen, or averaged, alike.
+    """
+    if "_patchbayes" not in model.__dict__:
+        network_of(model)
+        raise NotPatched("unpatch_: call it on the network that was patched, not on a module that holds it.")
+    network: Network = model.__dict__["_patchbayes"]
+    plan = [(site, *_collapsed(network, site, keep)) for site in network.sites]
+    for site, values, statistics in plan:
+        remove_site_(site, values, statistics)
+    remove_root_(model)
+
+
+def is_patched(model: nn.Module) -> bool:
+    """Whether `model` is, wraps or contains a patched network."""
+    return any("_patchbayes" in module.__dict__ for module in model.modules())
+
+
+def patched_sites(model: nn.Module) -> dict[str, Site]:
+    """The sites of a patched network by module name; empty for an ordinary network."""
+    return {site.name: site for site in network_of(model).sites} if is_patched(model) else {}
+
+
+@dataclass
+class _Chosen:
+    name: str
+    module: nn.Module
+    method: Method
+    posterior: Posterior
+    tied: dict[str, list[tuple[str, nn.Module, str]]]
+    untie: tuple[str, ...]
+
+
+@dataclass
+class _Plan:
+    sites: list[_Chosen]
+    skipped: dict[str, str]
+    notes: list[str]
+
+
+def _rules(method: Method | Mapping[Sites, Method], sites: Sites) -> list[tuple[Sites, Method]]:
+    rules = list(method.items()) if isinstance(method, Mapping) else [(sites, method)]
+    for _, one in rules:
+        if not isinstance(one, Method):
+            given = f"{one.__name__} (without parentheses)" if callable(one) and hasattr(one, "__name__") else repr(one)
+            raise PatchbayesError(f"patch_: {given} is not a method; give one such as EMP(components=5) or Dropout(0.005).")
+    if not rules:
+        raise PatchbayesError("patch_: the mapping of rules is empty; give at least one {sites: method}.")
+    return rules
+
+
+def _plan(
+    model: nn.Module, rules: list[tuple[Sites, Method]], example_input: Any, tied: Tied, generator: torch.Generator
+) -> _Plan:
+    """Everything that can fail, before anything is changed."""
+    if tied not in ("together", "separate"):
+        raise PatchbayesError(f'patch_(tied={tied!r}): give "together" or "separate".')
+    owners = _owners(model)
+    plan = _Plan([], {}, [])
+    taken: dict[int, str] = {}
+    for sites, method in rules:
+        selection = select(model, sites, example_input)
+        plan.notes += [note for note in selection.notes if note not in plan.notes]
+        plan.skipped |= {name: why for name, why in selection.skipped.items() if name not in plan.skipped}
+        for name, module in selection.modules.items():
+            why = _why_not(module, taken)
+            if why is not None:
+                plan.skipped[name] = why
+                continue
+            if any(chosen.module is module for chosen in plan.sites):
+                continue
+            try:
+                posterior = method.from_module(module, generator)
+            except PatchbayesError as error:
+                raise PatchbayesError(f'patch_ at "{name}": {error}') from None
+            shared = {n: owners[id(module._parameters[n])] for n in posterior.names}
+            shared = {n: [o for o in all_of if o[1] is not module] for n, all_of in shared.items() if len(all_of) > 1}
+            if shared:
+                others = ", ".join(f'"{o[0]}.{o[2]}"' for all_of in shared.values() for o in all_of)
+                plan.notes.append(f'"{name}" shares a parameter with {others}: {_TIED_NOTES[tied]}')
+            if tied == "together":
+                taken |= {id(module._parameters[n]): name for n in shared}
+                plan.sites.append(_Chosen(name, module, method, posterior, shared, ()))
+            else:
+                plan.sites.append(_Chosen(name, module, method, posterior, {}, tuple(shared)))
+    if not plan.sites:
+        reasons = "; ".join(f'"{name}": {why}' for name, why in list(plan.skipped.items())[:5])
+        raise NothingToPatch(
+            f"patch_ found nothing left to patch in {type(model).__name__}.\n  skipped  {reasons}\n"
+            "  do       choose other sites, or unpatch_(model) first to start over."
+        )
+    _check_networkwide(model, plan)
+    return plan
+
+
+_TIED_NOTES = {"together": "patched together, one draw for both", "separate": "untied, the others keep the old value"}
+
+
+def _why_not(module: nn.Module, taken: dict[int, str]) -> str | None:
+    if "_patchbayes_site" in module.__dict__ or "_patchbayes_tied" in module.__dict__:
+        return "already patched"
+    parameters = own_parameters(module)
+    if nn.utils.parametrize.is_parametrized(module):
+        return "has a parametrization of another kind"
+    if not parameters:
+        return "no floating-point parameters of its own"
+    if any(isinstance(p, nn.parameter.UninitializedParameter) for p in parameters.values()):
+        return "not initialized yet (lazy module): run a batch through the network first"
+    tied_to = next((taken[id(p)] for p in parameters.values() if id(p) in taken), None)
+    return f'shares its parameter with "{tied_to}" and is patched together with it' if tied_to is not None else None
+
+
+def _owners(model: nn.Module) -> dict[int, list[tuple[str, nn.Module, str]]]:
+    owners: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    for name, module in model.named_modules():
+        for parameter_name, parameter in module._parameters.items():
+            if parameter is not None:
+                owners.setdefault(id(parameter), []).append((name, module, parameter_name))
+    return owners
+
+
+def _check_networkwide(model: nn.Module, plan: _Plan) -> None:
+    existing = [site.posterior for site in model.__dict__["_patchbayes"].sites] if "_patchbayes" in model.__dict__ else []
+    laws = {p.networkwide for p in [*existing, *(chosen.posterior for chosen in plan.sites)]} - {None}
+    if len(laws) > 1:
+        raise PatchbayesError('patch_: sites with tie="network" share one draw, so their components and p must agree.')
+
+
+def _install(network: Network, chosen: _Chosen, generator: torch.Generator) -> None:
+    module = chosen.module
+    order = tuple(module._parameters)
+    for name in chosen.untie:
+        parameter = module._parameters[name]
+        assert parameter is not None
+        module._parameters[name] = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+    values: dict[str, Tensor] = {name: p.detach() for name, p in own_parameters(module).items()}
+    for name, stored in chosen.posterior.start(values, generator).items():
+        parameter = module._parameters[name]
+        assert parameter is not None
+        parameter.data = stored
+        parameter.grad = None
+        parameter.__dict__["_patchbayes_shape"] = tuple(stored.shape)
+    site = Site(chosen.name, module, chosen.method, chosen.posterior, network, order, chosen.tied)
+    network.sites.append(site)
+    install_site_(site)
+
+
+def _collapsed(network: Network, site: Site, keep: int | str | Draws) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    posterior = site.posterior
+    stored = {name: posterior.stored(name).detach() for name in posterior.names}
+    statistics = component_statistics(site.module)
+    if isinstance(keep, Draws):
+        network.check(keep)
+        if len(keep) != 1:
+            raise PatchbayesError(f"unpatch_: one draw can be kept, {len(keep)} were given; pass draws[i].")
+        drawn = keep.drawn(0, network.device)
+        number = drawn.indices[posterior.offset] if statistics else 0
+        values = {name: posterior.realize_one(name, tensor, drawn) for name, tensor in stored.items()}
+        return values, {name: tensor[number] for name, tensor in statistics.items()}
+    if keep == "mean":
+        averaged = {n: t.double().mean(0).to(t.dtype) if t.is_floating_point() else t[0] for n, t in statistics.items()}
+        return {name: posterior.mean(name, tensor) for name, tensor in stored.items()}, averaged
+    if isinstance(keep, bool) or not isinstance(keep, int):
+        raise PatchbayesError(f'unpatch_(keep={keep!r}): give the number of a component, "mean", or one draw.')
+    values = {name: posterior.component(name, tensor, keep) for name, tensor in stored.items()}
+    return values, {name: tensor[min(keep, len(tensor) - 1)] for name, tensor in statistics.items()}
+
+
+def _refuse_wrapped(model: nn.Module) -> None:
+    wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+    if isinstance(model, wrappers) or type(model).__name__ == "OptimizedModule":
+        raise PatchbayesError(
+            f"patch_ was given a {type(model).__name__}: patch the network first, then wrap or compile it.\n"
+            "  do       patch_(model.module, ...) before DDP, patch_(model, ...) before torch.compile(model)."
+        )
+    inner = [name for name, module in model.named_modules() if name and "_patchbayes" in module.__dict__]
+    if inner:
+        raise PatchbayesError(
+            f'patch_: the part "{inner[0]}" is a patched network already; a draw belongs to one network.\n'
+            f"  do       unpatch_ that part, and patch the whole in one call with rules for its parts."
+        )
+
+
+_watching = False
+
+
+def _watch_optimizers() -> None:
+    """Once a process: refuse the step of an optimizer whose state still has the shape from before patching."""
+    global _watching
+    if not _watching:
+        _watching = True
+        register_optimizer_step_pre_hook(_refuse_old_state)
+
+
+def _refuse_old_state(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            shape = parameter.__dict__.get("_patchbayes_shape")
+            if shape is None or tuple(parameter.shape) != shape:
+                continue
+            for name, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor) and value.dim() == len(shape) - 1 and tuple(value.shape) == shape[1:] and value.dim():
+                    raise PatchbayesError(
+                        f"{type(optimizer).__name__} was made, and had stepped, before patch_: its {name} has the shape "
+                        f"{tuple(value.shape)}, the patched parameter {shape}.\n"
+                        f"  do       make the optimizer anew after patch_(model, ...)."
+                    )
