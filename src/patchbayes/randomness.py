@@ -1,7 +1,7 @@
 """Random numbers as a function of a key: no state, so chunking, order and device change nothing.
 
-Two tools. `integers` hashes a counter with the SplitMix64 finalizer (Steele, Lea and Flood, 2014) in plain int64 tensor
-arithmetic: any element of any draw can be computed alone, on any device, inside `torch.compile` and `torch.func.vmap`.
+Two tools. `integers` hashes a counter with the SplitMix64 finalizer (Steele, Lea and Flood, 2014) in int64 tensor
+arithmetic: any element of any draw can be computed alone, on any device, with the same result.
 `normal_like` and `bernoulli_like` fill whole tensors from a `torch.Generator` seeded with the key: three to ten times
 faster for the dense noise of Gaussian posteriors and dropout masks, and opaque to the compiler (a custom operator), which
 cannot trace explicit generators.
@@ -18,19 +18,14 @@ BITS = 31
 
 def fold(key: Tensor, value: Tensor | int) -> Tensor:
     """A new key from a key and a value: fold(fold(seed, draw), site) names one stream. int64, broadcasting."""
-    step = _GOLDEN * (value + 1)
-    if isinstance(step, int):
-        step = (step + 2**63) % 2**64 - 2**63  # wrap as int64 does
-    return _mix_(key + step)
+    value = torch.as_tensor(value, dtype=torch.int64)
+    return _fold_op(key, value) if torch.compiler.is_compiling() else _fold(key, value)
 
 
 def integers(key: Tensor, start: int, stop: int, device: torch.device | None = None) -> Tensor:
     """Uniform integers in [0, 2**31) numbered start..stop-1 of the stream `key`: (*key.shape, stop - start) int64."""
-    counters = torch.arange(start + 1, stop + 1, dtype=torch.int64, device=device).mul_(_GOLDEN)
-    if key.dim():
-        key = key.to(counters.device).unsqueeze(-1)
-    hashed = _mix_(key + counters)
-    return hashed.bitwise_right_shift_(64 - BITS).bitwise_and_(2**BITS - 1)
+    device = device or key.device
+    return (_integers_op if torch.compiler.is_compiling() else _integers)(key, start, stop, device)
 
 
 def normal_like(like: Tensor, key: Tensor) -> Tensor:
@@ -47,6 +42,16 @@ def bernoulli_like(like: Tensor, key: Tensor, keep: float) -> Tensor:
     return _bernoulli(like.detach(), key, keep)
 
 
+def _fold(key: Tensor, value: Tensor) -> Tensor:
+    return _mix_(key + (value + 1) * _GOLDEN)
+
+
+def _integers(key: Tensor, start: int, stop: int, device: torch.device) -> Tensor:
+    counters = torch.arange(start + 1, stop + 1, dtype=torch.int64, device=device).mul_(_GOLDEN)
+    key = key.to(device).unsqueeze(-1) if key.dim() else key
+    return _mix_(key + counters).bitwise_right_shift_(64 - BITS).bitwise_and_(2**BITS - 1)
+
+
 def _mix_(x: Tensor) -> Tensor:
     x ^= (x >> 30) & (2**34 - 1)
     x *= _MULTIPLIER_1
@@ -54,6 +59,12 @@ def _mix_(x: Tensor) -> Tensor:
     x *= _MULTIPLIER_2
     x ^= (x >> 31) & (2**33 - 1)
     return x
+
+
+# The hash relies on int64 wrapping around. Compiled C++ may not: folded into a loop index, the overflow of `counters` made
+# generated kernels run past their buffers (seen with torch 2.13 and gcc 12). So the compiler gets the hash as operators.
+_fold_op = torch.library.custom_op("patchbayes::fold", _fold, mutates_args=())
+_integers_op = torch.library.custom_op("patchbayes::integers", _integers, mutates_args=())
 
 
 @torch.library.custom_op("patchbayes::normal", mutates_args=())
@@ -69,6 +80,16 @@ def _bernoulli(like: Tensor, key: Tensor, keep: float) -> Tensor:
     for row, row_key in zip(mask, key, strict=True):
         row.bernoulli_(keep, generator=_generator(row_key, like.device))
     return mask
+
+
+@_fold_op.register_fake
+def _(key: Tensor, value: Tensor) -> Tensor:
+    return key + value
+
+
+@_integers_op.register_fake
+def _(key: Tensor, start: int, stop: int, device: torch.device) -> Tensor:
+    return torch.empty(*key.shape, stop - start, dtype=torch.int64, device=device)
 
 
 @_normal.register_fake
