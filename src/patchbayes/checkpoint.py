@@ -71,7 +71,9 @@ def load_(model: nn.Module, path: str | Path, *, check_shared: bool = True) -> N
     try:
         root, network = _root_of(model)
         prior_tensors = {k: tensors.pop(k) for k in list(tensors) if k.startswith("prior.")}
-        problems = _compare_sites(network, wanted) or _compare_tensors(root, network, tensors, description, check_shared)
+        problems = _compare_sites(network, wanted) or _compare_tensors(
+            root, network, tensors, description, check_shared
+        )
         if problems:
             raise CheckpointMismatch(_listing(f"{path} does not fit {type(root).__name__}", problems))
         prior = prior_from_config(description["prior"], prior_tensors, root)
@@ -87,11 +89,13 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
     if not path.is_file():
         raise CheckpointMismatch(f"load_: there is no file {path}.")
     try:
-        with safetensors.safe_open(path, "pt") as file:  # type: ignore[no-untyped-call]
+        with safetensors.safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     except (safetensors.SafetensorError, OSError, ValueError) as error:
-        raise CheckpointMismatch(f"load_: {path} is not a whole safetensors file ({error}); copy or save it again.") from None
+        raise CheckpointMismatch(
+            f"load_: {path} is not a whole safetensors file ({error}); copy or save it again."
+        ) from None
     if "patchbayes" not in metadata:
         return tensors, None
     try:
@@ -143,7 +147,9 @@ def _ordinary_shapes(root: nn.Module) -> dict[str, tuple[int, ...]]:
 
 def _patch_as(model: nn.Module, wanted: list[dict[str, Any]], path: str | Path) -> None:
     modules = dict(model.named_modules())
-    absent = [f'"{site["name"]}" ({site["module"]}) is not in the network' for site in wanted if site["name"] not in modules]
+    absent = [
+        f'"{site["name"]}" ({site["module"]}) is not in the network' for site in wanted if site["name"] not in modules
+    ]
     if absent:
         raise CheckpointMismatch(_listing(f"{path} was saved from another network", absent))
     tied: Literal["together", "separate"] = "together" if any(site["tied"] for site in wanted) else "separate"

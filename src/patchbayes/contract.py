@@ -44,7 +44,9 @@ class Contract:
     def __str__(self) -> str:
         held = sum(check.holds for check in self.checks)
         lines = [f"{self.network}: {held} of {len(self.checks)} promises hold"]
-        lines += [f"  {'ok  ' if c.holds else 'FAIL'}  {c.promise}" + (f"  ({c.seen})" if c.seen else "") for c in self.checks]
+        lines += [
+            f"  {'ok  ' if c.holds else 'FAIL'}  {c.promise}" + (f"  ({c.seen})" if c.seen else "") for c in self.checks
+        ]
         return "\n".join(lines)
 
 
@@ -191,7 +193,9 @@ class _Tests:
         if joined.shape != whole.shape:
             return True, "not tried: the output has no batch axis in front"
         gap = float((joined - whole).abs().max() / whole.abs().max().clamp_min(1e-12))
-        return gap < (5e-2 if whole.dtype in (torch.bfloat16, torch.float16) else 1e-4), f"largest relative gap {gap:.1e}"
+        return gap < (
+            5e-2 if whole.dtype in (torch.bfloat16, torch.float16) else 1e-4
+        ), f"largest relative gap {gap:.1e}"
 
     def undisturbed(self) -> tuple[bool, str]:
         clone = self.patched().train()

@@ -66,7 +66,9 @@ class Layout:
     @functools.cached_property
     def fingerprint(self) -> str:
         """Equal for two networks exactly when draws of one fit the other."""
-        text = json.dumps([[s.name, s.length, s.outcomes, s.probabilities] for s in self.spans] + [list(self.unbounded)])
+        text = json.dumps(
+            [[s.name, s.length, s.outcomes, s.probabilities] for s in self.spans] + [list(self.unbounded)]
+        )
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @functools.cached_property
@@ -239,7 +241,8 @@ class Draws:
     def save(self, path: str | Path) -> None:
         """Write the draws as JSON (seeds and counters, and the fingerprint of the layout)."""
         parts = [
-            {"scheme": part.scheme, "seed": part.seed, "counters": _counters_to_json(part.counters)} for part in self._parts
+            {"scheme": part.scheme, "seed": part.seed, "counters": _counters_to_json(part.counters)}
+            for part in self._parts
         ]
         text = json.dumps({"format": "patchbayes-draws-1", "layout": self.layout.fingerprint, "parts": parts}, indent=1)
         write_atomically(Path(path), text.encode())
@@ -251,7 +254,10 @@ class Draws:
             content = json.loads(Path(path).read_text())
             if content["format"] != "patchbayes-draws-1":
                 raise KeyError("format")
-            parts = [_Part(_scheme(p["scheme"]), int(p["seed"]), _counters_from_json(p["counters"])) for p in content["parts"]]
+            parts = [
+                _Part(_scheme(p["scheme"]), int(p["seed"]), _counters_from_json(p["counters"]))
+                for p in content["parts"]
+            ]
             fingerprint = content["layout"]
         except (ValueError, KeyError, TypeError) as error:
             raise PatchbayesError(f"Draws.load: {path} is not a file of draws ({error!r}).") from None
@@ -313,7 +319,9 @@ def _assign(layout: Layout, part: _Part, start: int, stop: int, device: torch.de
     for begin, end, outcomes, p in _overlaps(layout, start, stop):
         strata = _strata(outcomes, p)
         order = fold(fold(seed, 2), counters // strata)
-        stratum = _permuted(integers(order, begin, end, device), (counters % strata).to(device), strata, order, begin, end)
+        stratum = _permuted(
+            integers(order, begin, end, device), (counters % strata).to(device), strata, order, begin, end
+        )
         if p is None:
             pieces.append(stratum)
         else:

@@ -44,7 +44,9 @@ class Gaussian(nn.Module):
     def __init__(self, precision: float = 1.0, learn: bool = False) -> None:
         super().__init__()
         if not (math.isfinite(precision) and precision > 0):
-            raise PatchbayesError(f"Gaussian(precision={precision!r}): the output precision is a finite number above 0.")
+            raise PatchbayesError(
+                f"Gaussian(precision={precision!r}): the output precision is a finite number above 0."
+            )
         self.log_precision = nn.Parameter(torch.tensor(math.log(precision), dtype=torch.float64), requires_grad=learn)
 
     @property
@@ -73,4 +75,6 @@ Likelihood = Categorical | Gaussian
 def checked_likelihood(likelihood: Any) -> Likelihood:
     if isinstance(likelihood, Categorical | Gaussian):
         return likelihood
-    raise PatchbayesError(f"likelihood={likelihood!r}: give patchbayes.Categorical() or patchbayes.Gaussian(precision=...).")
+    raise PatchbayesError(
+        f"likelihood={likelihood!r}: give patchbayes.Categorical() or patchbayes.Gaussian(precision=...)."
+    )

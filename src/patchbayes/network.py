@@ -159,7 +159,9 @@ def forward_draws(model: nn.Module, inputs: Any, draws: int | Draws = 1) -> Tens
         with drawn(model, None if isinstance(draws, int) else draws[number]):
             outputs.append(call(model, inputs))
     if not all(isinstance(output, Tensor) for output in outputs):
-        raise PatchbayesError(f"forward_draws: the network returns a {type(outputs[0]).__name__}; a tensor is required.")
+        raise PatchbayesError(
+            f"forward_draws: the network returns a {type(outputs[0]).__name__}; a tensor is required."
+        )
     return torch.stack(outputs)
 
 
@@ -171,7 +173,12 @@ def install_root_(root: nn.Module, network: Network) -> None:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return _with_draw(self, cls.forward, args, kwargs)
 
-    namespace = {"forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    namespace = {
+        "forward": forward,
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+    }
     if root._parameters:  # the root may be a site itself, whose hooks run before its forward and need the draw
 
         def called(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -347,7 +354,9 @@ def _require_draw(module: nn.Module, _args: Any) -> None:
     _warn_single_draw(network)
 
 
-def _mask_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _mask_input(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     site: Site = module.__dict__["_patchbayes_site"]
     posterior = site.posterior
     assert isinstance(posterior, DropoutPosterior)
@@ -356,8 +365,10 @@ def _mask_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
             masked = posterior.mask(value, site.network.current)
             if isinstance(place, int):
                 return (*args[:place], masked, *args[place + 1 :]), kwargs
-            return args, {**kwargs, place: masked}
-    raise PatchbayesError(f'Dropout before "{site.name}" ({type(module).__name__}): it was given no floating-point tensor.')
+            return args, {**kwargs, str(place): masked}
+    raise PatchbayesError(
+        f'Dropout before "{site.name}" ({type(module).__name__}): it was given no floating-point tensor.'
+    )
 
 
 def _affine_per_example(module: nn.Module, _args: Any, output: Tensor) -> Tensor:
@@ -402,11 +413,11 @@ def _return_statistics(module: nn.Module, _args: Any, _output: Any) -> None:
             stored.index_copy_(0, which.to(stored.device), module._buffers[name].unsqueeze(0))  # type: ignore[union-attr]
 
 
-def _gather_flat_weights(module: nn.Module, _args: Any) -> None:
+def _gather_flat_weights(module: nn.RNNBase, _args: Any) -> None:
     module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
 
 
-def _drop_flat_weights(module: nn.Module, _args: Any, _output: Any) -> None:
+def _drop_flat_weights(module: nn.RNNBase, _args: Any, _output: Any) -> None:
     module._flat_weights = []  # drawn tensors are not leaves: keeping them would break deepcopy
 
 

@@ -163,7 +163,9 @@ def maximize_prior_(model: nn.Module, prior: LearnedPrior | None = None) -> None
     """
     chosen = prior or network_of(model).prior
     if not isinstance(chosen, LearnedPrior):
-        raise PatchbayesError("maximize_prior_: the prior has fixed precisions; give patch_ or this call a LearnedPrior(model).")
+        raise PatchbayesError(
+            "maximize_prior_: the prior has fixed precisions; give patch_ or this call a LearnedPrior(model)."
+        )
     for which in (chosen.log_tau, chosen.log_rho):
         with torch.enable_grad():
             (gradient,) = torch.autograd.grad(kl(model, chosen), which, allow_unused=True)

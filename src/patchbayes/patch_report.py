@@ -71,7 +71,9 @@ class PatchReport:
         return "\n".join(lines)
 
 
-def report_on(model: nn.Module, network: Network, before: int, skipped: dict[str, str], notes: list[str]) -> PatchReport:
+def report_on(
+    model: nn.Module, network: Network, before: int, skipped: dict[str, str], notes: list[str]
+) -> PatchReport:
     """The report on a network that was just patched, which had `before` parameters."""
     rows = []
     for site in network.sites:

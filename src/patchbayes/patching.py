@@ -118,7 +118,9 @@ def _rules(method: Method | Mapping[Sites, Method], sites: Sites) -> list[tuple[
     for _, one in rules:
         if not isinstance(one, Method):
             given = f"{one.__name__} (without parentheses)" if callable(one) and hasattr(one, "__name__") else repr(one)
-            raise PatchbayesError(f"patch_: {given} is not a method; give one such as EMP(components=5) or Dropout(0.005).")
+            raise PatchbayesError(
+                f"patch_: {given} is not a method; give one such as EMP(components=5) or Dropout(0.005)."
+            )
     if not rules:
         raise PatchbayesError("patch_: the mapping of rules is empty; give at least one {sites: method}.")
     return rules
@@ -195,7 +197,9 @@ def _owners(model: nn.Module) -> dict[int, list[tuple[str, nn.Module, str]]]:
 
 
 def _check_networkwide(model: nn.Module, plan: _Plan) -> None:
-    existing = [site.posterior for site in model.__dict__["_patchbayes"].sites] if "_patchbayes" in model.__dict__ else []
+    existing = (
+        [site.posterior for site in model.__dict__["_patchbayes"].sites] if "_patchbayes" in model.__dict__ else []
+    )
     laws = {p.networkwide for p in [*existing, *(chosen.posterior for chosen in plan.sites)]} - {None}
     if len(laws) > 1:
         raise PatchbayesError('patch_: sites with tie="network" share one draw, so their components and p must agree.')
@@ -274,7 +278,12 @@ def _refuse_old_state(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any
             if shape is None or tuple(parameter.shape) != shape:
                 continue
             for name, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, Tensor) and value.dim() == len(shape) - 1 and tuple(value.shape) == shape[1:] and value.dim():
+                if (
+                    isinstance(value, Tensor)
+                    and value.dim() == len(shape) - 1
+                    and tuple(value.shape) == shape[1:]
+                    and value.dim()
+                ):
                     raise PatchbayesError(
                         f"{type(optimizer).__name__} was made, and had stepped, before patch_: its {name} has the shape "
                         f"{tuple(value.shape)}, the patched parameter {shape}.\n"

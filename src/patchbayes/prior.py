@@ -59,7 +59,9 @@ class LearnedPrior(nn.Module):
     def precisions(self, layer: str) -> tuple[Tensor, Tensor]:
         """(tau, rho) of the layer with that module name, () each."""
         if layer not in self.layers:
-            raise PatchbayesError(f'LearnedPrior: layer "{layer}" was not in the network it was made for; make it anew.')
+            raise PatchbayesError(
+                f'LearnedPrior: layer "{layer}" was not in the network it was made for; make it anew.'
+            )
         number = self.layers[layer]
         return self.log_tau[number].exp(), self.log_rho[number].exp()
 
@@ -67,7 +69,9 @@ class LearnedPrior(nn.Module):
         return {"learned_layers": list(self.layers)}
 
 
-def prior_from_config(config: dict[str, Any], tensors: Mapping[str, Tensor], model: nn.Module) -> "Prior | LearnedPrior":
+def prior_from_config(
+    config: dict[str, Any], tensors: Mapping[str, Tensor], model: nn.Module
+) -> "Prior | LearnedPrior":
     """The prior that `config` described, with the learned precisions from `tensors`."""
     if "learned_layers" not in config:
         return Prior(config["tau"], config["rho"])

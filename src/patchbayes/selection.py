@@ -78,7 +78,9 @@ def select(model: nn.Module, sites: Sites, example_input: Any = None) -> Selecti
         wanted = f'sites="{sites}"'
         for part in parts:
             if part == "norm":
-                wanted += " (BatchNorm, LayerNorm, GroupNorm, InstanceNorm, RMSNorm and look-alikes, with affine parameters)"
+                wanted += (
+                    " (BatchNorm, LayerNorm, GroupNorm, InstanceNorm, RMSNorm and look-alikes, with affine parameters)"
+                )
     else:
         raise PatchbayesError(
             f"sites={sites!r}: give words joined by + ({', '.join(WORDS)}), a glob on module names, "
@@ -91,11 +93,18 @@ def select(model: nn.Module, sites: Sites, example_input: Any = None) -> Selecti
     return chosen
 
 
-def _select_part(chosen: Selection, model: nn.Module, named: dict[str, nn.Module], part: str, example_input: Any) -> None:
+def _select_part(
+    chosen: Selection, model: nn.Module, named: dict[str, nn.Module], part: str, example_input: Any
+) -> None:
     if part in ("output", "input"):
         _select_end(chosen, model, named, part, example_input)
         return
-    tests: dict[str, Callable[[nn.Module], bool]] = {"norm": is_norm, "linear": is_linear, "conv": is_conv, "all": _owns}
+    tests: dict[str, Callable[[nn.Module], bool]] = {
+        "norm": is_norm,
+        "linear": is_linear,
+        "conv": is_conv,
+        "all": _owns,
+    }
     if part in tests:
         for name, module in named.items():
             if tests[part](module):
@@ -115,7 +124,9 @@ def _select_part(chosen: Selection, model: nn.Module, named: dict[str, nn.Module
         _take(chosen, name, named[name])
 
 
-def _select_end(chosen: Selection, model: nn.Module, named: dict[str, nn.Module], which: str, example_input: Any) -> None:
+def _select_end(
+    chosen: Selection, model: nn.Module, named: dict[str, nn.Module], which: str, example_input: Any
+) -> None:
     """The first or last executed layer that maps features to features."""
 
     def candidate(module: nn.Module) -> bool:

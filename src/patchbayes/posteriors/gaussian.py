@@ -23,7 +23,9 @@ class MeanField(Method):
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.scale) and self.scale > 0):
-            raise PatchbayesError(f"MeanField(scale={self.scale!r}): the initial deviation is a finite multiple above 0.")
+            raise PatchbayesError(
+                f"MeanField(scale={self.scale!r}): the initial deviation is a finite multiple above 0."
+            )
 
     @property
     def label(self) -> str:

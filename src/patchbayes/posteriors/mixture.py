@@ -116,7 +116,9 @@ class MixturePosterior(Posterior):
         self._local_spans: list[Span] = []
         self._groups: dict[str, tuple[int, int]] = {}
         self._lay_out()
-        self._fresh = _initialized_again(module, method.components - 1, generator) if method.init == "independent" else []
+        self._fresh = (
+            _initialized_again(module, method.components - 1, generator) if method.init == "independent" else []
+        )
 
     def _lay_out(self) -> None:
         """Which of the site's draw groups belong to which parameter: name -> (first, number)."""
@@ -164,8 +166,8 @@ class MixturePosterior(Posterior):
                 step = method.jitter * root_mean_square(name, values)
                 noise = torch.randn(components[1:].shape, generator=generator) * step
                 components[1:] += noise.to(components)
-            for number, fresh in enumerate(self._fresh[: learned - 1], start=1):
-                components[number] = fresh[name]
+            for number, again in enumerate(self._fresh[: learned - 1], start=1):
+                components[number] = again[name]
             stored[name] = components
         if fresh and method.norm_scale is not None and method.init == "independent" and is_norm(self.module):
             stored["weight"].fill_(method.norm_scale)
@@ -244,7 +246,9 @@ class MixturePosterior(Posterior):
             if entropy is not None and noisy:
                 terms.append(-0.5 * size * (1 + math.log(sigma**2)) * torch.ones_like(square))
             elif entropy is not None:
-                raise PatchbayesError(f'kl(entropy="{entropy}"): the fixed parameter "{name}" has no noise, so no entropy.')
+                raise PatchbayesError(
+                    f'kl(entropy="{entropy}"): the fixed parameter "{name}" has no noise, so no entropy.'
+                )
         return torch.stack(terms).sum()
 
     @property
@@ -314,7 +318,9 @@ def _check(method: Mixture) -> None:
             what = f"{k} components and the zero component" if method.zero else f"{k} components"
             refuse(f"probabilities={tuple(p)!r}", f"{len(p)} probabilities were given for {what}")
         if not all(math.isfinite(x) and x >= 0 for x in p) or abs(sum(p) - 1) > 1e-6:
-            refuse(f"probabilities={tuple(p)!r}", f"probabilities are at least 0 and sum to 1 (their sum is {sum(p):g})")
+            refuse(
+                f"probabilities={tuple(p)!r}", f"probabilities are at least 0 and sum to 1 (their sum is {sum(p):g})"
+            )
 
 
 def _check_rate(name: str, rate: float) -> None:

@@ -22,7 +22,9 @@ def loop(
         with hold(network, draws.drawn(number, device, examples)):
             value = output(call(model, inputs))
         if not torch.isfinite(value).all():
-            raise PatchbayesError(f"predict: the output of draw {number} is not finite (NaN or infinity); the weights or inputs are.")
+            raise PatchbayesError(
+                f"predict: the output of draw {number} is not finite (NaN or infinity); the weights or inputs are."
+            )
         yield value
 
 

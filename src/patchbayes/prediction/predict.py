@@ -44,7 +44,6 @@ def predict(
     network: Network = network_of(model)
     chosen = _checked_draws(model, network, draws, generator)
     likelihood = checked_likelihood(likelihood or Categorical())
-    make = _predict_classes if isinstance(likelihood, Categorical) else _predict_means
     parts: list[Prediction] = []
     first = 0
     with undisturbed(model, network):
@@ -53,10 +52,15 @@ def predict(
             size = _batch_size(batch)
             examples = torch.arange(first, first + size)
             values = loop(model, network, batch, chosen, examples, output or _as_tensor)
-            parts.append(make(values, chosen, likelihood, keep_draws))
+            if isinstance(likelihood, Categorical):
+                parts.append(_predict_classes(values, chosen, likelihood, keep_draws))
+            else:
+                parts.append(_predict_means(values, chosen, likelihood, keep_draws))
             first += size
     if not parts:
-        raise PatchbayesError("predict: the inputs hold no batch; an iterable must give at least one (is the loader empty?).")
+        raise PatchbayesError(
+            "predict: the inputs hold no batch; an iterable must give at least one (is the loader empty?)."
+        )
     return parts[0] if len(parts) == 1 else type(parts[0]).concatenate(parts)
 
 
@@ -67,7 +71,9 @@ class Predictor(nn.Module):
     are made once: the same input always gives the same answer. No gradients.
     """
 
-    def __init__(self, model: nn.Module, draws: int | Draws = 20, likelihood: Likelihood | None = None, **options: Any) -> None:
+    def __init__(
+        self, model: nn.Module, draws: int | Draws = 20, likelihood: Likelihood | None = None, **options: Any
+    ) -> None:
         super().__init__()
         self.model = model
         generator = options.pop("generator", None)
@@ -169,7 +175,9 @@ def _to_device(batch: Any, device: torch.device | None) -> Any:
         batch = dict(batch)
     for place, leaf in enumerate(tree_leaves(batch)):
         if isinstance(leaf, Tensor) and leaf.is_floating_point() and torch.isnan(leaf).any():
-            raise PatchbayesError(f"predict: input tensor {place} holds NaN, {int(torch.isnan(leaf).sum())} of {leaf.numel()} values.")
+            raise PatchbayesError(
+                f"predict: input tensor {place} holds NaN, {int(torch.isnan(leaf).sum())} of {leaf.numel()} values."
+            )
     return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, batch)
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -41,7 +41,9 @@ class Prediction:
 
     def __getitem__(self, which: slice | Tensor | Sequence[int]) -> Self:
         """The prediction for some of the inputs."""
-        kept = {name: value[which] if value is not None else None for name, value in self._per_input().items()}
+        kept: dict[str, Any] = {
+            name: value[which] if value is not None else None for name, value in self._per_input().items()
+        }
         kept |= {name: getattr(self, name)[:, which] for name in self._per_draw() if getattr(self, name) is not None}
         return dataclasses.replace(self, **kept)
 
@@ -49,7 +51,11 @@ class Prediction:
     def concatenate(cls, predictions: Sequence[Self]) -> Self:
         """One prediction for the inputs of several, which must come from the same draws."""
         first = predictions[0]
-        joined = {n: torch.cat([p._per_input()[n] for p in predictions]) for n, v in first._per_input().items() if v is not None}
+        joined: dict[str, Any] = {
+            n: torch.cat([p._per_input()[n] for p in predictions])
+            for n, v in first._per_input().items()
+            if v is not None
+        }
         joined |= {
             name: torch.cat([getattr(p, name) for p in predictions], dim=1)
             for name in first._per_draw()
@@ -91,7 +97,9 @@ class Prediction:
         """
         samples = self.sample(replicates, generator)
         if targets.shape != samples.shape[1:]:
-            raise PatchbayesError(f"check: targets have the shape {tuple(targets.shape)}, not {tuple(samples.shape[1:])}.")
+            raise PatchbayesError(
+                f"check: targets have the shape {tuple(targets.shape)}, not {tuple(samples.shape[1:])}."
+            )
         observed = float(statistic(targets))
         replicated = torch.tensor([float(statistic(sample)) for sample in samples], dtype=torch.float64)
         return PredictiveCheck(observed, replicated, float((replicated >= observed).double().mean()))
@@ -189,7 +197,9 @@ class RegressionPrediction(Prediction):
         """(B,): log density of the mixture at the targets (B, D), log sum_s w_s N(y | f_s, 1/tau). Needs keep_draws=True."""
         means = self._kept("log_prob")
         if targets.shape != self.mean.shape:
-            raise PatchbayesError(f"log_prob: targets have the shape {tuple(targets.shape)}, not {tuple(self.mean.shape)}.")
+            raise PatchbayesError(
+                f"log_prob: targets have the shape {tuple(targets.shape)}, not {tuple(self.mean.shape)}."
+            )
         squares = (means - targets).square().sum(-1)
         size = self.mean.shape[-1]
         constant = 0.5 * size * math.log(self.precision / (2 * math.pi))
@@ -203,7 +213,10 @@ class RegressionPrediction(Prediction):
         means = self._kept("quantile").double()
         deviation = self.precision**-0.5
         reach = deviation * float(torch.special.ndtri(torch.tensor(level, dtype=torch.float64)))
-        low, high = means.amin(0) + reach, means.amax(0) + reach  # the quantile lies between those of the extreme members
+        low, high = (
+            means.amin(0) + reach,
+            means.amax(0) + reach,
+        )  # the quantile lies between those of the extreme members
         weights = self.weights.to(means).view(-1, 1, 1)
         for _ in range(60):
             middle = (low + high) / 2

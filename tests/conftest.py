@@ -1,0 +1,28 @@
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_and_untouched_random_state():
+    """Small networks run fastest on one thread; and no test may lean on, or disturb, the global random state."""
+    torch.set_num_threads(1)
+    with torch.random.fork_rng():
+        torch.manual_seed(1234)
+        yield
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(7)
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> Path:
+    """Real data sets, where the environment variable PATCHBAYES_DATA points to them."""
+    folder = os.environ.get("PATCHBAYES_DATA")
+    if not folder or not Path(folder).is_dir():
+        pytest.skip("PATCHBAYES_DATA does not name a folder with the data sets")
+    return Path(folder)
