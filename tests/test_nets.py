@@ -14,18 +14,18 @@ from patchbayes.nets import cifar_resnet20, cifar_resnet56, mlp, pyramidnet, res
 from patchbayes.nets.pyramidnet import PyramidBlock
 from patchbayes.nets.resnet import BasicBlock
 
-# name: (builder, shape of one input, shape of its output); every builder takes `dropout`
+# name: (builder, shape of one input, shape of its output)
 SMALL = {
-    "resnet18-imagenet": (lambda **k: resnet18(7, width=8, **k), (3, 64, 48), 7),
-    "resnet18-cifar": (lambda **k: resnet18(7, stem="cifar", width=8, **k), (3, 16, 16), 7),
-    "cifar_resnet20": (lambda **k: cifar_resnet20(7, **k), (3, 16, 16), 7),
+    "resnet18-imagenet": (lambda: resnet18(7, width=8), (3, 64, 48), 7),
+    "resnet18-cifar": (lambda: resnet18(7, stem="cifar", width=8), (3, 16, 16), 7),
+    "cifar_resnet20": (lambda: cifar_resnet20(7), (3, 16, 16), 7),
     "cifar_resnet56": (cifar_resnet56, (3, 8, 8), 100),
-    "pyramidnet": (lambda **k: pyramidnet(14, 10, 7, **k), (3, 16, 16), 7),
-    "mlp": (lambda **k: mlp(5, **k), (5,), 1),
-    "mlp-deep": (lambda **k: mlp(5, hidden=(32, 24, 16), out_features=2, **k), (5,), 2),
-    "mlp-linear": (lambda **k: mlp(5, hidden=(), **k), (5,), 1),
+    "pyramidnet": (lambda: pyramidnet(14, 10, 7), (3, 16, 16), 7),
+    "mlp": (lambda: mlp(5), (5,), 1),
+    "mlp-deep": (lambda: mlp(5, hidden=(32, 24, 16), out_features=2), (5,), 2),
+    "mlp-linear": (lambda: mlp(5, hidden=()), (5,), 1),
     "small_cnn-8": (small_cnn, (1, 8, 8), 10),
-    "small_cnn-28": (lambda **k: small_cnn(2, 3, size=28, **k), (2, 28, 28), 3),
+    "small_cnn-28": (lambda: small_cnn(2, 3, size=28), (2, 28, 28), 3),
 }
 
 
@@ -70,23 +70,6 @@ def test_the_graph_can_be_traced(small):
     build, x, _ = small
     model = build().eval()
     assert torch.equal(fx.symbolic_trace(model)(x), model(x))
-
-
-def test_dropout_stands_before_every_norm_and_nowhere_else(small):
-    build, x, _ = small
-    model = build(dropout=0.3)
-    graph = fx.symbolic_trace(model)
-    kinds = {node: type(graph.get_submodule(node.target)) for node in graph.graph.nodes if node.op == "call_module"}
-    norms = [node for node, kind in kinds.items() if issubclass(kind, nn.modules.batchnorm._BatchNorm)]
-    assert len(norms) == sum(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()) > 0
-    assert all(kinds[node.args[0]] is nn.Dropout for node in norms)
-    assert sum(kind is nn.Dropout for kind in kinds.values()) == len(norms)
-    assert {m.p for m in model.modules() if isinstance(m, nn.Dropout)} == {0.3}
-
-    plain = build()
-    assert not any(isinstance(m, nn.Dropout) for m in plain.modules())
-    assert plain.state_dict().keys() == model.state_dict().keys()
-    assert torch.equal(plain.eval()(x), model.eval()(x))
 
 
 def test_relu_does_not_overwrite_its_input(small):
@@ -139,7 +122,7 @@ def test_cifar_resnet_counts():
 
 def test_basic_block_without_its_branch_is_the_shortcut():
     x = torch.randn(2, 4, 6, 6, generator=torch.Generator().manual_seed(0))
-    same, halving = BasicBlock(4, 4, 1, 0.0).eval(), BasicBlock(4, 8, 2, 0.0).eval()
+    same, halving = BasicBlock(4, 4, 1).eval(), BasicBlock(4, 8, 2).eval()
     for block in (same, halving):
         nn.init.zeros_(block.bn2.weight)
     assert torch.equal(same(x), F.relu(x))
@@ -196,7 +179,7 @@ def test_pyramidnet_of_the_paper():
 def test_pyramid_block_without_its_branch_is_the_padded_shortcut():
     x = torch.randn(2, 4, 6, 6, generator=torch.Generator().manual_seed(0))
     for stride, expected in ((1, x), (2, x.view(2, 4, 3, 2, 3, 2).mean((3, 5)))):
-        block = PyramidBlock(4, 7, stride, 0.0).eval()
+        block = PyramidBlock(4, 7, stride).eval()
         nn.init.zeros_(block.bn3.weight)
         y = block(x)
         torch.testing.assert_close(y[:, :4], expected)
@@ -205,9 +188,9 @@ def test_pyramid_block_without_its_branch_is_the_padded_shortcut():
 
 def test_pyramid_block_order():
     """bn1 conv1 bn2 relu conv2 bn3, and no ReLU after the sum."""
-    graph = fx.symbolic_trace(PyramidBlock(4, 6, 1, 0.0)).graph
+    graph = fx.symbolic_trace(PyramidBlock(4, 6, 1)).graph
     called = [str(n.target) for n in graph.nodes if n.op == "call_module"]
-    branch = [name for name in called if name not in ("dropout", "downsample")]
+    branch = [name for name in called if name != "downsample"]
     assert branch == ["bn1", "conv1", "bn2", "relu", "conv2", "bn3"]
 
 
@@ -221,10 +204,8 @@ def test_pyramidnet_depth(depth):
 
 
 def test_mlp_places_norms_after_input_and_after_hidden_relu():
-    model = mlp(13, dropout=0.005)
-    assert [name for name, _ in model.named_children()] == [
-        "dropout0", "norm0", "hidden1", "relu1", "dropout1", "norm1", "output",
-    ]  # fmt: skip
+    model = mlp(13)
+    assert [name for name, _ in model.named_children()] == ["norm0", "hidden1", "relu1", "norm1", "output"]
     assert sum(p.numel() for p in model.parameters()) == 2 * 13 + 14 * 50 + 2 * 50 + 51
     plain = mlp(13, hidden=(100, 20), out_features=2, norm=None)
     assert [name for name, _ in plain.named_children()] == ["hidden1", "relu1", "hidden2", "relu2", "output"]

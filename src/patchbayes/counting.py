@@ -9,7 +9,7 @@ from typing import Literal
 
 from torch import nn
 
-from patchbayes.errors import PatchbayesError
+from .errors import PatchbayesError
 
 Method = Literal["emp", "ecmp", "dropout", "dropconnect", "ensemble"]
 SurveyMethod = Literal["mean_field_gaussian", "pbp", "mnfg", "dropout"]

@@ -250,7 +250,7 @@ def install_site_(site: Site) -> None:
     if getattr(site.method, "per_example", False):
         handles.append(module.register_forward_hook(_affine_per_example))
     if getattr(site.method, "statistics", "shared") == "per_component" and _has_statistics(module):
-        number = site.posterior.method.components  # type: ignore[attr-defined]
+        number = site.posterior.method.outcomes  # type: ignore[attr-defined]
         for name in _STATISTICS:
             statistic = getattr(module, name)
             module.register_buffer(f"component_{name}", statistic.unsqueeze(0).repeat(number, *[1] * statistic.dim()))
@@ -393,13 +393,20 @@ def _has_statistics(module: nn.Module) -> bool:
     return isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is not None
 
 
-def _component(site: Site) -> Tensor:
-    offset = site.posterior.offset
-    return site.network.current.indices[offset : offset + 1]
+def component_of(site: Site, drawn: Drawn) -> Tensor:
+    """The component that a draw gives to a site with one draw for the whole layer, (1,) int64."""
+    if site.method.outcomes == 1:  # type: ignore[attr-defined]
+        return torch.zeros(1, dtype=torch.int64, device=drawn.indices.device)
+    return drawn.indices[site.posterior.offset : site.posterior.offset + 1]
+
+
+def _current_component(module: nn.Module) -> Tensor:
+    site: Site = module.__dict__["_patchbayes_site"]
+    return component_of(site, site.network.current)
 
 
 def _take_statistics(module: nn.Module, _args: Any) -> None:
-    which = _component(module.__dict__["_patchbayes_site"])
+    which = _current_component(module)
     for name, stored in component_statistics(module).items():
         module._buffers[name] = stored.index_select(0, which.to(stored.device))[0]
 
@@ -407,7 +414,7 @@ def _take_statistics(module: nn.Module, _args: Any) -> None:
 def _return_statistics(module: nn.Module, _args: Any, _output: Any) -> None:
     if not module.training:
         return
-    which = _component(module.__dict__["_patchbayes_site"])
+    which = _current_component(module)
     with torch.no_grad():
         for name, stored in component_statistics(module).items():
             stored.index_copy_(0, which.to(stored.device), module._buffers[name].unsqueeze(0))  # type: ignore[union-attr]

@@ -71,6 +71,11 @@ class PatchReport:
         return "\n".join(lines)
 
 
+def number_of_parameters(model: nn.Module) -> int:
+    """All parameters, a tied one once; those of lazy modules that have no shape yet are left out."""
+    return sum(p.numel() for p in model.parameters() if not isinstance(p, nn.parameter.UninitializedParameter))
+
+
 def report_on(
     model: nn.Module, network: Network, before: int, skipped: dict[str, str], notes: list[str]
 ) -> PatchReport:
@@ -89,7 +94,7 @@ def report_on(
                 not any(tensor.requires_grad for tensor in every),
             )
         )
-    after = sum(p.numel() for p in model.parameters())
+    after = number_of_parameters(model)
     return PatchReport(
         type(model).__name__, tuple(rows), skipped, tuple(notes), before, after, _log10_ensemble_size(network)
     )

@@ -1,5 +1,6 @@
 """patch_ and unpatch_: make sites of a network random, in place, and undo it."""
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -10,8 +11,19 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .draws import Draws, network_of
 from .errors import NothingToPatch, NotPatched, PatchbayesError
-from .network import Network, Site, component_statistics, install_root_, install_site_, remove_root_, remove_site_
-from .patch_report import PatchReport, report_on
+from .network import (
+    Network,
+    Site,
+    component_of,
+    component_statistics,
+    hold,
+    install_root_,
+    install_site_,
+    remove_root_,
+    remove_site_,
+)
+from .patch_report import PatchReport, number_of_parameters, report_on
+from .posteriors.mixture import MixturePosterior
 from .posteriors.posterior import Method, Posterior, own_parameters
 from .prior import LearnedPrior, Prior
 from .selection import Sites, select
@@ -51,9 +63,10 @@ def patch_(
         raise PatchbayesError(f"patch_: a torch.nn.Module is patched, a {type(model).__name__} was given.")
     _refuse_wrapped(model)
     generator = generator or torch.Generator().manual_seed(0)
-    plan = _plan(model, _rules(method, sites), example_input, tied, generator)
     network: Network | None = model.__dict__.get("_patchbayes")
-    before = sum(p.numel() for p in model.parameters())
+    with hold(network, network.current) if network else contextlib.nullcontext():  # tracing is not a draw
+        plan = _plan(model, _rules(method, sites), example_input, tied, generator)
+    before = number_of_parameters(model)
     seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
     if network is None:
         network = Network(seed, prior or Prior())
@@ -233,16 +246,24 @@ def _collapsed(network: Network, site: Site, keep: int | str | Draws) -> tuple[d
         if len(keep) != 1:
             raise PatchbayesError(f"unpatch_: one draw can be kept, {len(keep)} were given; pass draws[i].")
         drawn = keep.drawn(0, network.device)
-        number = drawn.indices[posterior.offset] if statistics else 0
+        number = int(component_of(site, drawn)) if statistics else 0
         values = {name: posterior.realize_one(name, tensor, drawn) for name, tensor in stored.items()}
         return values, {name: tensor[number] for name, tensor in statistics.items()}
     if keep == "mean":
-        averaged = {n: t.double().mean(0).to(t.dtype) if t.is_floating_point() else t[0] for n, t in statistics.items()}
+        averaged = {name: _averaged(posterior, tensor) for name, tensor in statistics.items()}
         return {name: posterior.mean(name, tensor) for name, tensor in stored.items()}, averaged
     if isinstance(keep, bool) or not isinstance(keep, int):
         raise PatchbayesError(f'unpatch_(keep={keep!r}): give the number of a component, "mean", or one draw.')
     values = {name: posterior.component(name, tensor, keep) for name, tensor in stored.items()}
     return values, {name: tensor[min(keep, len(tensor) - 1)] for name, tensor in statistics.items()}
+
+
+def _averaged(posterior: Posterior, statistic: Tensor) -> Tensor:
+    """The mean of a running statistic (K, ...) over the components, with their probabilities; a counter is not averaged."""
+    assert isinstance(posterior, MixturePosterior)
+    if not statistic.is_floating_point():
+        return statistic[0]
+    return torch.tensordot(posterior.probabilities(statistic.double()), statistic.double(), 1).to(statistic.dtype)
 
 
 def _refuse_wrapped(model: nn.Module) -> None:

@@ -1,18 +1,18 @@
 """Residual networks for 32x32 images (He et al. 2016, section 4.2), as trained publicly on CIFAR-100."""
 
-from patchbayes.nets.resnet import ResNet
+from .resnet import ResNet
 
 
-def cifar_resnet20(num_classes: int = 100, *, dropout: float = 0.0) -> ResNet:
+def cifar_resnet20(num_classes: int = 100) -> ResNet:
     """ResNet-20 for small images: three stages of three blocks. (B, 3, 32, 32) -> logits (B, num_classes)."""
-    return _cifar_resnet(3, num_classes, dropout)
+    return _cifar_resnet(3, num_classes)
 
 
-def cifar_resnet56(num_classes: int = 100, *, dropout: float = 0.0) -> ResNet:
+def cifar_resnet56(num_classes: int = 100) -> ResNet:
     """ResNet-56 for small images: three stages of nine blocks. (B, 3, 32, 32) -> logits (B, num_classes)."""
-    return _cifar_resnet(9, num_classes, dropout)
+    return _cifar_resnet(9, num_classes)
 
 
-def _cifar_resnet(blocks: int, num_classes: int, dropout: float) -> ResNet:
+def _cifar_resnet(blocks: int, num_classes: int) -> ResNet:
     """6 blocks + 2 layers, 16-32-64 channels. The shortcuts are projections (He et al.'s option B), not zero-padded."""
-    return ResNet((blocks,) * 3, (16, 32, 64), num_classes, "cifar", dropout)
+    return ResNet((blocks,) * 3, (16, 32, 64), num_classes, "cifar")

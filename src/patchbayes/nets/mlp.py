@@ -6,7 +6,7 @@ from typing import Literal
 
 from torch import nn
 
-from patchbayes.errors import PatchbayesError
+from ..errors import PatchbayesError
 
 
 def mlp(
@@ -14,17 +14,16 @@ def mlp(
     hidden: Sequence[int] = (50,),
     out_features: int = 1,
     norm: Literal["batch"] | None = "batch",
-    dropout: float = 0.0,
-    *,
     gamma: float | None = None,
 ) -> nn.Sequential:
-    """ReLU network with BN or dropout "after the input and after the hidden layer" (appendix D).
+    """ReLU network with BN "after the input and after the hidden layer" (appendix D).
 
         x -> [norm0] -> hidden1 -> ReLU -> [norm1] -> ... -> output
 
     A hidden layer is read as linear map and ReLU, so the norm follows the ReLU: the one reading in which BN and
     dropout stand at the same two places. `gamma` is where the BN scales start, 0.2 if not given (the paper's).
-    With both, dropout comes before the norm. The explicit ensemble's members have neither: `norm=None`.
+    The explicit ensemble's members have neither: `norm=None`. Dropout at those places is `patch_(mlp(..., norm=None),
+    Dropout(0.005), "linear")`.
 
     (B, in_features) -> (B, out_features), also for one output.
     """
@@ -40,8 +39,6 @@ def mlp(
         if i > 0:
             layers[f"hidden{i}"] = nn.Linear(features, width)
             layers[f"relu{i}"] = nn.ReLU()
-        if dropout:
-            layers[f"dropout{i}"] = nn.Dropout(dropout)
         if norm == "batch":
             bn = nn.BatchNorm1d(width)
             nn.init.constant_(bn.weight, 0.2 if gamma is None else gamma)

@@ -4,24 +4,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from patchbayes.errors import PatchbayesError
-from patchbayes.nets.resnet import init_convolutions_
+from ..errors import PatchbayesError
+from .resnet import init_convolutions_
 
 
-def pyramidnet(depth: int = 110, alpha: float = 270, num_classes: int = 100, *, dropout: float = 0.0) -> "PyramidNet":
+def pyramidnet(depth: int = 110, alpha: float = 270, num_classes: int = 100) -> "PyramidNet":
     """PyramidNet without bottlenecks: 28,511,307 parameters with the defaults (table 3).
 
     Block j of n has round(16 + j alpha / n) channels: the width grows in every block, not once per stage.
 
     (B, 3, height, width) -> logits (B, num_classes).
     """
-    return PyramidNet(depth, alpha, num_classes, dropout)
+    return PyramidNet(depth, alpha, num_classes)
 
 
 class PyramidNet(nn.Module):
     """Stem conv-BN without ReLU, three stages `layer1..3` of (depth - 2) / 6 blocks, BN-ReLU, global average, `fc`."""
 
-    def __init__(self, depth: int, alpha: float, num_classes: int, dropout: float) -> None:
+    def __init__(self, depth: int, alpha: float, num_classes: int) -> None:
         super().__init__()
         if depth < 8 or (depth - 2) % 6:
             raise PatchbayesError(
@@ -30,7 +30,6 @@ class PyramidNet(nn.Module):
         blocks = (depth - 2) // 6
         width = 16.0
         self.conv1 = nn.Conv2d(3, 16, 3, padding=1, bias=False)
-        self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
         self.bn1 = nn.BatchNorm2d(16)
         stages: list[nn.Sequential] = []
         for stage in range(3):
@@ -39,7 +38,7 @@ class PyramidNet(nn.Module):
                 entering = round(width)
                 width += alpha / (3 * blocks)  # added up in floating point and only then rounded, as the authors do
                 stride = 2 if stage > 0 and block == 0 else 1
-                layers.append(PyramidBlock(entering, round(width), stride, dropout))
+                layers.append(PyramidBlock(entering, round(width), stride))
             stages.append(nn.Sequential(*layers))
         self.layer1, self.layer2, self.layer3 = stages
         self.bn_final = nn.BatchNorm2d(round(width))
@@ -49,9 +48,9 @@ class PyramidNet(nn.Module):
         init_convolutions_(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.bn1(self.dropout(self.conv1(x)))
+        x = self.bn1(self.conv1(x))
         x = self.layer3(self.layer2(self.layer1(x)))
-        x = self.avgpool(self.relu_final(self.bn_final(self.dropout(x))))
+        x = self.avgpool(self.relu_final(self.bn_final(x)))
         logits: Tensor = self.fc(torch.flatten(x, 1))
         return logits
 
@@ -62,7 +61,7 @@ class PyramidBlock(nn.Module):
     The shortcut has no parameters: 2x2 average where the block halves the resolution, then zeros as new channels.
     """
 
-    def __init__(self, in_channels: int, out_channels: int, stride: int, dropout: float) -> None:
+    def __init__(self, in_channels: int, out_channels: int, stride: int) -> None:
         super().__init__()
         self.bn1 = nn.BatchNorm2d(in_channels)
         self.conv1 = nn.Conv2d(in_channels, out_channels, 3, stride=stride, padding=1, bias=False)
@@ -70,13 +69,12 @@ class PyramidBlock(nn.Module):
         self.relu = nn.ReLU()
         self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1, bias=False)
         self.bn3 = nn.BatchNorm2d(out_channels)
-        self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
         self.downsample = nn.AvgPool2d(2, ceil_mode=True) if stride == 2 else nn.Identity()
         self.new_channels = out_channels - in_channels
 
     def forward(self, x: Tensor) -> Tensor:
         shortcut = F.pad(self.downsample(x), (0, 0, 0, 0, 0, self.new_channels))
-        x = self.conv1(self.bn1(self.dropout(x)))
-        x = self.conv2(self.relu(self.bn2(self.dropout(x))))
-        out: Tensor = self.bn3(self.dropout(x)) + shortcut
+        x = self.conv1(self.bn1(x))
+        x = self.conv2(self.relu(self.bn2(x)))
+        out: Tensor = self.bn3(x) + shortcut
         return out

@@ -1,18 +1,17 @@
 """Residual networks of basic blocks (He et al. 2016), the ImageNet experiment's ResNet-18 (table 4)."""
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from patchbayes.errors import PatchbayesError
+from ..errors import PatchbayesError
 
 Stem = Literal["imagenet", "cifar"]
 
 
-def resnet18(num_classes: int = 1000, stem: Stem = "imagenet", width: int = 64, *, dropout: float = 0.0) -> "ResNet":
+def resnet18(num_classes: int = 1000, stem: Stem = "imagenet", width: int = 64) -> "ResNet":
     """ResNet-18: 11,689,512 parameters with the defaults (table 3), parameter names as in torchvision.
 
     `stem="cifar"` keeps the resolution of small images: a 3x3 convolution, no pooling. `width` is the number of
@@ -20,16 +19,14 @@ def resnet18(num_classes: int = 1000, stem: Stem = "imagenet", width: int = 64, 
 
     (B, 3, height, width) -> logits (B, num_classes).
     """
-    return ResNet((2, 2, 2, 2), (width, 2 * width, 4 * width, 8 * width), num_classes, stem, dropout)
+    return ResNet((2, 2, 2, 2), (width, 2 * width, 4 * width, 8 * width), num_classes, stem)
 
 
 class ResNet(nn.Module):
     """Stem, one `layer<i>` of basic blocks per stage (the first block of stages 2, 3, ... halves the resolution),
     global average, `fc`."""
 
-    def __init__(
-        self, depths: Sequence[int], channels: Sequence[int], num_classes: int, stem: Stem, dropout: float
-    ) -> None:
+    def __init__(self, depths: Sequence[int], channels: Sequence[int], num_classes: int, stem: Stem) -> None:
         super().__init__()
         if stem not in ("imagenet", "cifar"):
             raise PatchbayesError(f'ResNet: stem={stem!r} is unknown; use "imagenet" (7x7, pooling) or "cifar" (3x3).')
@@ -39,15 +36,14 @@ class ResNet(nn.Module):
             if imagenet
             else nn.Conv2d(3, channels[0], 3, padding=1, bias=False)
         )
-        self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
         self.bn1 = nn.BatchNorm2d(channels[0])
         self.relu = nn.ReLU()
         self.maxpool = nn.MaxPool2d(3, stride=2, padding=1) if imagenet else nn.Identity()
         self.stage_names = [f"layer{i}" for i in range(1, len(depths) + 1)]
         entering = channels[0]
         for i, (name, depth, leaving) in enumerate(zip(self.stage_names, depths, channels, strict=True)):
-            first = BasicBlock(entering, leaving, 2 if i else 1, dropout)
-            rest = [BasicBlock(leaving, leaving, 1, dropout) for _ in range(depth - 1)]
+            first = BasicBlock(entering, leaving, 2 if i else 1)
+            rest = [BasicBlock(leaving, leaving, 1) for _ in range(depth - 1)]
             self.add_module(name, nn.Sequential(first, *rest))
             entering = leaving
         self.avgpool = nn.AdaptiveAvgPool2d(1)
@@ -55,7 +51,7 @@ class ResNet(nn.Module):
         init_convolutions_(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.maxpool(self.relu(self.bn1(self.dropout(self.conv1(x)))))
+        x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
         for name in self.stage_names:
             x = self.get_submodule(name)(x)
         logits: Tensor = self.fc(torch.flatten(self.avgpool(x), 1))
@@ -65,28 +61,23 @@ class ResNet(nn.Module):
 class BasicBlock(nn.Module):
     """relu(bn2(conv2(relu(bn1(conv1(x))))) + shortcut(x)); a 1x1 convolution and BN where the shape changes."""
 
-    def __init__(self, in_channels: int, out_channels: int, stride: int, dropout: float) -> None:
+    def __init__(self, in_channels: int, out_channels: int, stride: int) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(in_channels, out_channels, 3, stride=stride, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(out_channels)
         self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1, bias=False)
         self.bn2 = nn.BatchNorm2d(out_channels)
-        self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
         # Not in place: a value shared between draws (a cached prefix) must survive its readers.
         self.relu = nn.ReLU()
         self.downsample: nn.Module | None = None
         if stride != 1 or in_channels != out_channels:
-            layers: OrderedDict[str, nn.Module] = OrderedDict()
-            layers["0"] = nn.Conv2d(in_channels, out_channels, 1, stride=stride, bias=False)
-            if dropout:
-                layers["dropout"] = nn.Dropout(dropout)  # named, so that the BN stays "downsample.1"
-            layers["1"] = nn.BatchNorm2d(out_channels)
-            self.downsample = nn.Sequential(layers)
+            projection = nn.Conv2d(in_channels, out_channels, 1, stride=stride, bias=False)
+            self.downsample = nn.Sequential(projection, nn.BatchNorm2d(out_channels))
 
     def forward(self, x: Tensor) -> Tensor:
         shortcut = x if self.downsample is None else self.downsample(x)
-        x = self.relu(self.bn1(self.dropout(self.conv1(x))))
-        out: Tensor = self.relu(self.bn2(self.dropout(self.conv2(x))) + shortcut)
+        x = self.relu(self.bn1(self.conv1(x)))
+        out: Tensor = self.relu(self.bn2(self.conv2(x)) + shortcut)
         return out
 
 

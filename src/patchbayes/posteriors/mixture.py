@@ -212,7 +212,7 @@ class MixturePosterior(Posterior):
     def mean(self, name: str, stored: Tensor) -> Tensor:
         if name in self._unmixed:
             return stored[0]
-        p = self._probabilities(stored)[: stored.shape[0]]
+        p = self.probabilities(stored)[: stored.shape[0]]
         return torch.tensordot(p, stored, dims=1)
 
     def component(self, name: str, stored: Tensor, number: int) -> Tensor:
@@ -235,7 +235,7 @@ class MixturePosterior(Posterior):
             precision = rho if is_bias(name) else tau
             if name in self._groups:
                 squares = stored.square().flatten(1).sum(1)
-                square = (self._probabilities(stored)[: len(squares)] * squares).sum()
+                square = (self.probabilities(stored)[: len(squares)] * squares).sum()
                 size = stored[0].numel()
             else:
                 square, size = stored.square().sum(), stored.numel()
@@ -255,7 +255,8 @@ class MixturePosterior(Posterior):
     def log10_outcomes(self) -> float:
         return math.inf if self.method.sigma else sum(s.length * math.log10(s.outcomes) for s in self._all_spans)
 
-    def _probabilities(self, like: Tensor) -> Tensor:
+    def probabilities(self, like: Tensor) -> Tensor:
+        """Mixing probabilities p of all outcomes, (K,) or with the zero component (K + 1,), in the dtype of `like`."""
         p = self.method.probabilities or (1 / self.method.outcomes,) * self.method.outcomes
         return torch.tensor(p, dtype=like.dtype, device=like.device)
 
