@@ -16,7 +16,7 @@ from .files import replacing
 from .network import GENERATOR_KEY, Network
 from .patching import is_patched, patch_, unpatch_
 from .posteriors import method_from_config
-from .prior import LearnedPrior, prior_from_config
+from .prior import PRIOR_KEY, LearnedPrior, prior_from_config
 
 FORMAT = "patchbayes-1"
 _START_ONLY = ("init", "jitter", "norm_scale", "per_example", "scale")  # fields that matter only before training
@@ -31,7 +31,7 @@ def save(model: nn.Module, path: str | Path, *, whole: bool = False) -> None:
     root, network = _root_of(model)
     state = {key: value.detach() for key, value in root.state_dict().items()}
     aliases = _aliases(root)
-    mine = _patch_keys(network, state)
+    mine = _patch_keys(network, state, aliases)
     shared = {key: value for key, value in state.items() if key not in mine and key not in aliases}
     kept = {k: v for k, v in (state if whole else {key: state[key] for key in mine}).items() if k not in aliases}
     description: dict[str, Any] = {
@@ -47,7 +47,7 @@ def save(model: nn.Module, path: str | Path, *, whole: bool = False) -> None:
     }
     tensors = {key: value.cpu().contiguous() for key, value in kept.items()}
     if isinstance(network.prior, LearnedPrior):
-        tensors |= {f"prior.{k}": v.detach().cpu().clone() for k, v in network.prior.state_dict().items()}
+        tensors |= {f"{PRIOR_KEY}.{k}": v.detach().cpu().clone() for k, v in network.prior.state_dict().items()}
     with replacing(Path(path)) as temporary:
         safetensors.torch.save_file(tensors, temporary, metadata={"patchbayes": json.dumps(description)})
 
@@ -70,7 +70,7 @@ def load_(model: nn.Module, path: str | Path, *, check_shared: bool = True) -> N
         _patch_as(model, wanted, path)
     try:
         root, network = _root_of(model)
-        prior_tensors = {k: tensors.pop(k) for k in list(tensors) if k.startswith("prior.")}
+        prior_tensors = {k: tensors.pop(k) for k in list(tensors) if k.startswith(f"{PRIOR_KEY}.")}
         problems = _compare_sites(network, wanted) or _compare_tensors(
             root, network, tensors, description, check_shared
         )
@@ -184,7 +184,7 @@ def _compare_tensors(
 ) -> list[str]:
     state = root.state_dict()
     aliases = _aliases(root)
-    mine = _patch_keys(network, state)
+    mine = _patch_keys(network, state, aliases)
     expected = {key for key in (state if description["kind"] == "whole" else mine) if key not in aliases}
     problems = [f"missing in the file: {key}" for key in sorted(expected - tensors.keys())]
     problems += [f"not in the network: {key}" for key in sorted(tensors.keys() - expected)]
@@ -201,15 +201,15 @@ def _compare_tensors(
     return problems
 
 
-def _patch_keys(network: Network, state: dict[str, Tensor]) -> set[str]:
-    """State-dict keys that belong to the sites (their own parameters and buffers), and the generator."""
+def _patch_keys(network: Network, state: dict[str, Tensor], aliases: dict[str, str]) -> set[str]:
+    """State-dict keys that belong to the sites (their own parameters and buffers), and the generator; first names."""
     keys = {GENERATOR_KEY}
     for site in network.sites:
         prefix = f"{site.name}." if site.name else ""
         own = set(site.posterior.fixed_names) | set(site.module._buffers)
         keys |= {f"{prefix}parametrizations.{name}.original" for name in site.posterior.names}
         keys |= {f"{prefix}{name}" for name in own if f"{prefix}{name}" in state}
-    return keys
+    return {aliases.get(key, key) for key in keys}
 
 
 def _aliases(root: nn.Module) -> dict[str, str]:

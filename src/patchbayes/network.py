@@ -240,6 +240,7 @@ def install_site_(site: Site) -> None:
         nn.utils.parametrize.register_parametrization(module, name, DrawnParameter(site, name, shape), unsafe=True)
         for _, other, other_name in site.tied.get(name, []):
             other.__dict__.setdefault("_patchbayes_tied", {})[other_name] = (site, name)
+            other.__dict__.setdefault("_patchbayes_tied_order", tuple(other._parameters))
             drawn_too = DrawnParameter(site, name, shape)
             nn.utils.parametrize.register_parametrization(other, other_name, drawn_too, unsafe=True)
             if "_patchbayes_tied_handle" not in other.__dict__:
@@ -257,6 +258,9 @@ def install_site_(site: Site) -> None:
         handles.append(module.register_forward_pre_hook(_take_statistics))
         handles.append(module.register_forward_hook(_return_statistics))
     if isinstance(module, nn.RNNBase) and site.posterior.names:
+        cls = type(module)  # made by parametrize for this module alone
+        cls._init_flat_weights, cls._update_flat_weights = _forget_flat_weights, _keep_flat_weights
+        _forget_flat_weights(module)
         handles.append(module.register_forward_pre_hook(_gather_flat_weights))
         handles.append(module.register_forward_hook(_drop_flat_weights, always_call=True))
     module.__dict__["_patchbayes_handles_site"] = handles
@@ -272,6 +276,7 @@ def remove_site_(site: Site, values: dict[str, Tensor], statistics: dict[str, Te
         stored = site.posterior.stored(name)
         stored.data = values[name].detach().clone().contiguous()
         stored.grad = None
+        stored.__dict__.pop("_patchbayes_shape", None)
         nn.utils.parametrize.remove_parametrizations(module, name, leave_parametrized=False)
         for _, other, other_name in site.tied.get(name, []):
             nn.utils.parametrize.remove_parametrizations(other, other_name, leave_parametrized=False)
@@ -279,12 +284,14 @@ def remove_site_(site: Site, values: dict[str, Tensor], statistics: dict[str, Te
             if not other.__dict__["_patchbayes_tied"]:
                 del other.__dict__["_patchbayes_tied"]
                 other.__dict__.pop("_patchbayes_tied_handle").remove()
+                order = other.__dict__.pop("_patchbayes_tied_order")
+                other._parameters = {key: other._parameters[key] for key in order}
     module._parameters = {name: module._parameters[name] for name in site.parameter_order}
     for name, value in statistics.items():
         del module._buffers[f"component_{name}"]
         module._buffers[name] = value.detach().clone()
     if isinstance(module, nn.RNNBase) and site.posterior.names:
-        module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
+        module._init_flat_weights()
 
 
 def component_statistics(module: nn.Module) -> dict[str, Tensor]:
@@ -425,7 +432,15 @@ def _gather_flat_weights(module: nn.RNNBase, _args: Any) -> None:
 
 
 def _drop_flat_weights(module: nn.RNNBase, _args: Any, _output: Any) -> None:
+    _forget_flat_weights(module)
+
+
+def _forget_flat_weights(module: nn.RNNBase) -> None:
     module._flat_weights = []  # drawn tensors are not leaves: keeping them would break deepcopy
+
+
+def _keep_flat_weights(_module: nn.RNNBase) -> None:
+    """In place of the module's own update, which compares parameters with drawn tensors."""
 
 
 def _save_generator(module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any) -> None:

@@ -12,6 +12,8 @@ from .errors import PatchbayesError
 
 Precision = float | Mapping[str, float]
 
+PRIOR_KEY = "patchbayes_prior"  # where a file keeps learned precisions; no module is likely to have that name
+
 
 class Prior:
     """Fixed precisions: tau on weights, rho on biases (Eqs. 2 and 6).
@@ -76,7 +78,7 @@ def prior_from_config(
     if "learned_layers" not in config:
         return Prior(config["tau"], config["rho"])
     prior = LearnedPrior(model)
-    prior.load_state_dict({"log_tau": tensors["prior.log_tau"], "log_rho": tensors["prior.log_rho"]})
+    prior.load_state_dict({name: tensors[f"{PRIOR_KEY}.{name}"] for name in ("log_tau", "log_rho")})
     return prior
 
 

@@ -24,14 +24,16 @@ Tie = Literal["network", "site", "unit", "element"]
 Init = Literal["copies", "independent"]
 Statistics = Literal["shared", "per_component"]
 
-#: Norm layers whose affine part can be applied after them, an affine for each example.
-SEPARABLE_NORMS = (
-    nn.modules.batchnorm._BatchNorm,
-    nn.modules.instancenorm._InstanceNorm,
-    nn.LayerNorm,
-    nn.GroupNorm,
-    nn.RMSNorm,
-)
+#: Forwards of norm layers whose affine part can be applied after them, an affine for each example. A subclass with a
+#: forward of its own (a fused activation, channels in another place) would get it in the wrong place.
+_SEPARABLE_FORWARDS = {
+    nn.modules.batchnorm._BatchNorm.forward,
+    nn.modules.instancenorm._InstanceNorm.forward,
+    nn.SyncBatchNorm.forward,
+    nn.LayerNorm.forward,
+    nn.GroupNorm.forward,
+    nn.RMSNorm.forward,
+}
 
 
 @dataclass(frozen=True)
@@ -96,9 +98,9 @@ class MixturePosterior(Posterior):
         super().__init__(module)
         self.method = method
         where = type(module).__name__
-        if method.per_example and not isinstance(module, SEPARABLE_NORMS):
+        if method.per_example and type(module).forward not in _SEPARABLE_FORWARDS:
             raise PatchbayesError(
-                f"per_example=True at a {where}: only norm layers can take a draw for each example.\n"
+                f"per_example=True at a {where}: only torch's own norm layers can take a draw for each example.\n"
                 '  do       sites="norm", or per_example=False.'
             )
         if method.statistics == "per_component" and method.tie not in ("site", "network"):
@@ -301,13 +303,13 @@ def _check(method: Mixture) -> None:
         refuse(f"components={k!r}", "the number of components K is an integer of at least 1")
     if method.tie not in ("network", "site", "unit", "element"):
         refuse(f"tie={method.tie!r}", 'a draw is shared by the "network", "site", "unit" or "element"')
-    if not (math.isfinite(method.sigma) and method.sigma >= 0):
+    if not (_is_number(method.sigma) and method.sigma >= 0):
         refuse(f"sigma={method.sigma!r}", "the noise sigma is a finite standard deviation of at least 0")
     if method.init not in ("copies", "independent"):
         refuse(f"init={method.init!r}", 'components start as "copies" or "independent"')
-    if not (math.isfinite(method.jitter) and method.jitter >= 0):
+    if not (_is_number(method.jitter) and method.jitter >= 0):
         refuse(f"jitter={method.jitter!r}", "the jitter is a finite multiple of the root mean square, at least 0")
-    if method.norm_scale is not None and not math.isfinite(method.norm_scale):
+    if method.norm_scale is not None and not _is_number(method.norm_scale):
         refuse(f"norm_scale={method.norm_scale!r}", "the start value of norm weights is a finite number")
     if method.statistics not in ("shared", "per_component"):
         refuse(f"statistics={method.statistics!r}", 'running statistics are "shared" or "per_component"')
@@ -315,6 +317,8 @@ def _check(method: Mixture) -> None:
         refuse("per_example=True", 'a draw for each example fits neither tie="network" nor statistics="per_component"')
     p = method.probabilities
     if p is not None:
+        if not hasattr(p, "__len__"):
+            refuse(f"probabilities={p!r}", "give a probability for each component")
         if len(p) != method.outcomes:
             what = f"{k} components and the zero component" if method.zero else f"{k} components"
             refuse(f"probabilities={tuple(p)!r}", f"{len(p)} probabilities were given for {what}")
@@ -324,8 +328,12 @@ def _check(method: Mixture) -> None:
             )
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
 def _check_rate(name: str, rate: float) -> None:
-    if not 0 <= rate < 1:
+    if not (_is_number(rate) and 0 <= rate < 1):
         raise PatchbayesError(f"{name}(rate={rate!r}): the rate is the probability to drop, at least 0 and below 1.")
 
 
