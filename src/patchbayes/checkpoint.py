@@ -16,7 +16,7 @@ from .files import replacing
 from .network import GENERATOR_KEY, Network
 from .patching import is_patched, patch_, unpatch_
 from .posteriors import method_from_config
-from .prior import PRIOR_KEY, LearnedPrior, prior_from_config
+from .prior import PRIOR_KEY, LearnedPrior, Prior, prior_from_config
 
 FORMAT = "patchbayes-1"
 _START_ONLY = ("init", "jitter", "norm_scale", "per_example", "scale")  # fields that matter only before training
@@ -66,6 +66,7 @@ def load_(model: nn.Module, path: str | Path, *, check_shared: bool = True) -> N
         return
     wanted = description["sites"]
     fresh = not is_patched(model)
+    before = _parameters_of(model, wanted) if fresh else []
     if fresh:
         _patch_as(model, wanted, path)
     try:
@@ -82,7 +83,21 @@ def load_(model: nn.Module, path: str | Path, *, check_shared: bool = True) -> N
     except BaseException:
         if fresh:
             unpatch_(model)
+            for module, name, parameter, value in before:  # a method may start norm weights elsewhere, or untie
+                parameter.data = value
+                module._parameters[name] = parameter
         raise
+
+
+def _parameters_of(model: nn.Module, wanted: list[dict[str, Any]]) -> list[tuple[nn.Module, str, nn.Parameter, Tensor]]:
+    modules = dict(model.named_modules())
+    found = [modules[site["name"]] for site in wanted if site["name"] in modules]
+    return [
+        (module, name, parameter, parameter.detach().clone(memory_format=torch.preserve_format))
+        for module in found
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+    ]
 
 
 def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
@@ -104,11 +119,27 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
             raise CheckpointMismatch(
                 f"load_: {path} has the format {description['format']!r}, this version reads {FORMAT!r}; update patchbayes."
             )
-        for key in ("kind", "sites", "prior", "shared"):
-            description[key]
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        if description["kind"] not in ("patch", "whole") or not isinstance(description["shared"], dict):
+            raise ValueError("kind or shared")
+        for site in description["sites"]:
+            method_from_config(site["method"])
+            if not (isinstance(site["name"], str) and isinstance(site["tied"], list)):
+                raise ValueError("sites")
+        _check_prior(description["prior"], tensors)
+    except CheckpointMismatch:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointMismatch(f"load_: the description in {path} is damaged ({error!r}).") from None
     return tensors, description
+
+
+def _check_prior(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    if "learned_layers" not in config:
+        Prior(config["tau"], config["rho"])
+        return
+    for name in ("log_tau", "log_rho"):
+        if tensors[f"{PRIOR_KEY}.{name}"].shape != (len(config["learned_layers"]),):
+            raise ValueError(f"prior {name}")
 
 
 def _load_ordinary(model: nn.Module, tensors: dict[str, Tensor], path: str | Path) -> None:

@@ -209,9 +209,17 @@ class Draws:
         return len(counters) > 0 and sorted(counters) == list(range(int(self.layout.num_outcomes)))
 
     @property
+    def block_length(self) -> int:
+        """Draws of one stratified block (`Layout.block`) where the draws run through blocks from the start of one, else 1."""
+        counters = self._parts[0].counters if len(self._parts) == 1 and self.schemes == {"stratified"} else ()
+        in_order = isinstance(counters, range) and counters.step == 1 and counters.start % self.layout.block == 0
+        return self.layout.block if in_order else 1
+
+    @property
     def weights(self) -> Tensor:
         """The weight of each draw in an average, (S,) float64, summing to one."""
-        weights = torch.cat([self._relative_weights(part) for part in self._parts])
+        none = torch.zeros(0, dtype=torch.float64)
+        weights = torch.cat([none, *(self._relative_weights(part) for part in self._parts)])
         return weights / weights.sum()
 
     def _relative_weights(self, part: _Part) -> Tensor:
@@ -226,12 +234,13 @@ class Draws:
 
     def keys(self) -> Tensor:
         """A key for each draw, (S,) int64: names the draw's streams of noise and masks."""
-        return torch.cat([_keys(part) for part in self._parts])
+        return torch.cat([torch.zeros(0, dtype=torch.int64), *(_keys(part) for part in self._parts)])
 
     def assignments(self, start: int = 0, stop: int | None = None, device: torch.device | None = None) -> Tensor:
         """Component indices of the draw groups start..stop-1, (S, stop - start) int64."""
         stop = self.layout.num_groups if stop is None else stop
-        return torch.cat([_assign(self.layout, part, start, stop, device) for part in self._parts])
+        none = torch.zeros(0, stop - start, dtype=torch.int64, device=device)
+        return torch.cat([none, *(_assign(self.layout, part, start, stop, device) for part in self._parts)])
 
     def drawn(self, number: int, device: torch.device | None = None, examples: Tensor | None = None) -> Drawn:
         """Draw `number` in the form that a forward pass takes."""

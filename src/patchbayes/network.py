@@ -63,6 +63,7 @@ class Network:
         self.current = Drawn(torch.tensor(0), torch.zeros(0, dtype=torch.int64))
         self.held: Drawn | None = None
         self.active = 0
+        self.restored = False
         self.warned = False
 
     def lay_out(self) -> None:
@@ -90,6 +91,7 @@ class Network:
         """Make the next draw of the network's own generator the current one."""
         self.current = self._draw(self.generator)
         self.generator[1] += 1
+        self.restored = False
 
     def _draw(self, generator: Tensor) -> Drawn:
         key = fold(fold(generator[0], _rank()), generator[1])
@@ -139,6 +141,7 @@ def hold(network: Network, held: Drawn) -> Iterator[None]:
         yield
     finally:
         network.held, network.current = before
+        network.restored = False
 
 
 def forward_draws(model: nn.Module, inputs: Any, draws: int | Draws = 1) -> Tensor:
@@ -258,7 +261,7 @@ def install_site_(site: Site) -> None:
         handles.append(module.register_forward_pre_hook(_take_statistics))
         handles.append(module.register_forward_hook(_return_statistics))
     if isinstance(module, nn.RNNBase) and site.posterior.names:
-        cls = type(module)  # made by parametrize for this module alone
+        cls: Any = type(module)  # made by parametrize for this module alone
         cls._init_flat_weights, cls._update_flat_weights = _forget_flat_weights, _keep_flat_weights
         _forget_flat_weights(module)
         handles.append(module.register_forward_pre_hook(_gather_flat_weights))
@@ -304,14 +307,16 @@ def _with_draw(root: nn.Module, function: Callable[..., Any], args: tuple[Any, .
     network: Network = root.__dict__["_patchbayes"]
     if network.active:
         return function(root, *args, **kwargs)
-    if network.held is not None:
+    if not torch.compiler.is_compiling() and _in_backward():
+        _require_restored(network, "the whole patched network")
+    elif network.held is not None:
         network.current = network.held
     else:
         network.advance()
+        if not torch.compiler.is_compiling() and not root.training:
+            _warn_single_draw(network)
     if torch.compiler.is_compiling():
         return function(root, *args, **kwargs)
-    if network.held is None and not root.training:
-        _warn_single_draw(network)
     network.active += 1
     try:
         outputs = function(root, *args, **kwargs)
@@ -336,13 +341,33 @@ def _warn_single_draw(network: Network) -> None:
 def _remember_for_backward(network: Network, outputs: Any) -> None:
     """Restore this forward's draw when backward reaches its outputs: activation checkpointing then recomputes with it."""
     current = network.current
-    for output in tree_leaves(outputs):
+    leaves = tree_leaves(outputs)
+    leaves += [inner for leaf in leaves if hasattr(leaf, "__dict__") for inner in tree_leaves(dict(vars(leaf)))]
+    for output in leaves:
         if isinstance(output, Tensor) and output.grad_fn is not None:
             output.register_hook(functools.partial(_restore, network, current))
 
 
 def _restore(network: Network, current: Drawn, _gradient: Tensor) -> None:
     network.current = current
+    network.restored = True
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _require_restored(network: Network, what: str) -> None:
+    """In a backward pass a module runs again to recompute activations: it must see the draw of its forward."""
+    if network.restored:
+        return
+    if network.held is None:
+        raise PatchbayesError(
+            f"Activation checkpointing runs {what} again in the backward pass, and the draw of its forward is not known.\n"
+            "  do       checkpoint(..., use_reentrant=False) around a call of the patched network; or call backward() too "
+            "inside the block of `with patchbayes.drawn(model):`."
+        )
+    network.current = network.held
 
 
 def _require_draw(module: nn.Module, _args: Any) -> None:
@@ -350,7 +375,13 @@ def _require_draw(module: nn.Module, _args: Any) -> None:
         return
     site: Site = module.__dict__["_patchbayes_site"]
     network = site.network
-    if network.active or network.held is not None or torch._C._current_graph_task_id() != -1:
+    if network.active:
+        return
+    if _in_backward():
+        _require_restored(network, f'the site "{site.name}"')
+        return
+    if network.held is not None:
+        network.current = network.held
         return
     if module.training and torch.is_grad_enabled():
         raise PatchbayesError(

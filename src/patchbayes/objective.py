@@ -31,7 +31,7 @@ def kl(
 
     prior     precisions; by default those given to `patch_` (1).
     shared    whether shared parameters count. With False, leave them to the optimizer's weight decay.
-    entropy   None: the equations above, up to a constant in M and m (with a `LearnedPrior` the terms -D/2 log(tau) are kept,
+    entropy   None: the equations above, up to a constant in M and m (with a `LearnedPrior` all terms in tau and rho are kept,
               which are then not constant). "lower": the whole KL with the entropy of the mixture bounded from below by
               sum_k p_k H_k, so an upper bound on the KL and a valid lower bound on the evidence; needs sigma > 0 on all
               counted parameters. "upper": the same with sum_k p_k H_k + H(p) for every independent draw: a lower bound on
@@ -171,9 +171,8 @@ def maximize_prior_(model: nn.Module, prior: LearnedPrior | None = None) -> None
             (gradient,) = torch.autograd.grad(kl(model, chosen), which, allow_unused=True)
         if gradient is None:
             continue
-        # d KL / d log(tau) = tau A / 2 - D / 2, so D is minus twice the gradient that is left at tau = 0.
         size = _layer_sizes(model, chosen, biases=which is chosen.log_rho)
-        strength = (2 * gradient + size) / which.exp()  # A
+        strength = (2 * gradient + size) / which.exp()  # A, since d KL / d log(tau) = tau A / 2 - D / 2
         which.copy_(torch.where((strength > 0) & (size > 0), (size / strength.clamp_min(1e-30)).log(), which))
 
 
@@ -195,8 +194,8 @@ def _layer_sizes(model: nn.Module, prior: LearnedPrior, biases: bool) -> Tensor:
 
 def _groups(model: nn.Module) -> dict[str, list[nn.Parameter]]:
     network: Network = network_of(model)
-    patched = {id(site.posterior.stored(n)) for s in [network] for site in s.sites for n in site.posterior.names}
-    patched |= {id(site.posterior.stored(n)) for site in network.sites for n in site.posterior.fixed_names}
+    posteriors = [site.posterior for site in network.sites]
+    patched = {id(q.stored(name)) for q in posteriors for name in (*q.names, *q.fixed_names)}
     groups: dict[str, list[nn.Parameter]] = {name: [] for name in vars(Lambdas())}
     seen: set[int] = set()
     for _, name, parameter in _own_parameters(model):

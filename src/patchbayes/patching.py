@@ -23,6 +23,7 @@ from .network import (
     remove_site_,
 )
 from .patch_report import PatchReport, number_of_parameters, report_on
+from .posteriors.dropout import Dropout
 from .posteriors.mixture import MixturePosterior
 from .posteriors.posterior import Method, Posterior, own_parameters
 from .prior import LearnedPrior, Prior
@@ -153,7 +154,7 @@ def _plan(
         plan.notes += [note for note in selection.notes if note not in plan.notes]
         plan.skipped |= {name: why for name, why in selection.skipped.items() if name not in plan.skipped}
         for name, module in selection.modules.items():
-            why = _why_not(module, taken)
+            why = _why_not(module, method, taken)
             if why is not None:
                 plan.skipped[name] = why
                 continue
@@ -186,7 +187,7 @@ def _plan(
 _TIED_NOTES = {"together": "patched together, one draw for both", "separate": "untied, the others keep the old value"}
 
 
-def _why_not(module: nn.Module, taken: dict[int, str]) -> str | None:
+def _why_not(module: nn.Module, method: Method, taken: dict[int, str]) -> str | None:
     if "_patchbayes_site" in module.__dict__ or "_patchbayes_tied" in module.__dict__:
         return "already patched"
     parameters = own_parameters(module)
@@ -196,6 +197,8 @@ def _why_not(module: nn.Module, taken: dict[int, str]) -> str | None:
         return "no floating-point parameters of its own"
     if any(isinstance(p, nn.parameter.UninitializedParameter) for p in parameters.values()):
         return "not initialized yet (lazy module): run a batch through the network first"
+    if isinstance(method, Dropout) and isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        return "its attention layer reads the weights and never calls it, so no activation enters it to be dropped"
     tied_to = next((taken[id(p)] for p in parameters.values() if id(p) in taken), None)
     return f'shares its parameter with "{tied_to}" and is patched together with it' if tied_to is not None else None
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .errors import PatchbayesError
+from .errors import CheckpointMismatch, PatchbayesError
 
 Precision = float | Mapping[str, float]
 
@@ -41,7 +41,7 @@ class Prior:
 class LearnedPrior(nn.Module):
     """Precisions of every layer as parameters, to be learned by maximizing the ELBO (appendix C.1).
 
-    Give its parameters to the optimizer, or call `maximize_` now and then: for fixed components the best precision is
+    Give its parameters to the optimizer, or call `maximize_prior_` now and then: for fixed components the best precision is
     known, tau = D / sum_k p_k (||M_k||^2 + D sigma^2). The KL then keeps its term -D/2 log(tau), without which a smaller
     precision would always win.
     """
@@ -78,6 +78,9 @@ def prior_from_config(
     if "learned_layers" not in config:
         return Prior(config["tau"], config["rho"])
     prior = LearnedPrior(model)
+    other = set(prior.layers).symmetric_difference(config["learned_layers"])
+    if other:
+        raise CheckpointMismatch(f"load_: the file's learned prior is for other layers: {', '.join(sorted(other)[:5])}.")
     prior.load_state_dict({name: tensors[f"{PRIOR_KEY}.{name}"] for name in ("log_tau", "log_rho")})
     return prior
 

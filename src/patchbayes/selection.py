@@ -1,8 +1,9 @@
 """What can be patched, and how it is selected: by word, by glob on names, or by predicate on (name, module)."""
 
+import contextlib
 import fnmatch
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -153,17 +154,38 @@ def _executed(model: nn.Module, candidates: dict[str, nn.Module], example_input:
     handles = [
         module.register_forward_hook(lambda *_, name=name: calls.append(name)) for name, module in candidates.items()
     ]
-    modes = {module: module.training for module in model.modules()}
     try:
-        model.eval()
-        with torch.no_grad(), torch.random.fork_rng():
+        with evaluating(model):
             call(model, example_input)
     finally:
         for handle in handles:
             handle.remove()
-        for module, training in modes.items():
-            module.training = training
     return calls
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; afterwards modes, buffers and random state are what they were."""
+    modes = [(module, module.training) for module in model.modules()]
+    buffers = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+    known = [b for _, held in buffers for b in held.values() if b is not None and not nn.parameter.is_lazy(b)]
+    contents = [(buffer, buffer.clone()) for buffer in known]
+    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=sorted(devices, key=str)):
+            for module, _ in modes:
+                module.training = False
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        for holder, held in buffers:
+            holder.clear()
+            holder.update(held)
+        with torch.no_grad():
+            for buffer, content in contents:
+                if not torch.equal(buffer, content):
+                    buffer.copy_(content)
 
 
 def call(model: nn.Module, inputs: Any) -> Any:

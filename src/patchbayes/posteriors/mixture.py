@@ -242,7 +242,7 @@ class MixturePosterior(Posterior):
             else:
                 square, size = stored.square().sum(), stored.numel()
             noisy = name in self.names
-            if entropy is not None and noisy:
+            if noisy and (normalized or entropy is not None):
                 square = square + size * sigma**2
             terms.append(quadratic(precision, square, size, normalized=normalized or entropy is not None))
             if entropy is not None and noisy:

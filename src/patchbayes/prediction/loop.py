@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..draws import Draws
 from ..errors import PatchbayesError
 from ..network import Network, hold
-from ..selection import call
+from ..selection import call, evaluating
 
 
 def loop(
@@ -31,27 +31,10 @@ def loop(
 @contextlib.contextmanager
 def undisturbed(model: nn.Module, network: Network) -> Iterator[None]:
     """Evaluation mode without gradients; afterwards modes, buffers, draw and random state are what they were."""
-    modes = [(module, module.training) for module in model.modules()]
-    buffers = [
-        (module._buffers, name, buffer, buffer.clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
     current, generator = network.current, network.generator.clone()
-    devices = [network.device] if network.device is not None and network.device.type == "cuda" else []
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=devices):
-            for module, _ in modes:
-                module.training = False
+        with evaluating(model):
             yield
     finally:
-        for module, training in modes:
-            module.training = training
-        for holder, name, buffer, content in buffers:
-            holder[name] = buffer
-            with torch.no_grad():
-                if not torch.equal(buffer, content):
-                    buffer.copy_(content)
         network.current = current
         network.generator.copy_(generator)

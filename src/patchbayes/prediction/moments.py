@@ -38,18 +38,26 @@ class Moments:
         """The weighted mean square around the mean: (1/S) sum_s (x_s - mean)^2 for equal weights."""
         return self.squares / self.weight
 
+    @property
+    def sample_variance(self) -> Tensor:
+        """Unbiased for independent values of equal weight: (1/(S-1)) sum_s (x_s - mean)^2."""
+        return self.variance * self.count / (self.count - 1)
+
 
 class MonteCarloMean:
     """The mean over draws of a value, with the standard error that is right for how the draws were made.
 
     Independent draws: the spread of the draws over sqrt(S). Stratified draws: the spread of independent blocks (`Layout.block`
-    draws each, every component once) over the square root of their number; with fewer than two blocks the formula for
-    independent draws, which overestimates. A full enumeration has no Monte-Carlo error.
+    draws each, every component its share of times) over the square root of their number, the draws of an incomplete last
+    block counted as independent; with fewer than two blocks, or a slice that cuts through them, the formula for independent
+    draws, which overestimates. A full enumeration has no Monte-Carlo error. A part of an enumeration, or draws that come
+    twice, are no sample: their error is unknown.
     """
 
     def __init__(self, draws: Draws) -> None:
         self.draws = draws
-        self.block_length = draws.layout.block if draws.schemes == {"stratified"} and draws.num_parts == 1 else 1
+        self.block_length = draws.block_length
+        self.is_sample = "enumerated" not in draws.schemes and len(draws.keys().unique()) == len(draws)
         self.all = Moments()
         self.block = Moments()
         self.blocks = Moments()
@@ -70,21 +78,24 @@ class MonteCarloMean:
     def kind(self) -> StandardErrorKind:
         if self.draws.is_exact:
             return "exact"
+        if self.all.count < 2 or not self.is_sample:
+            return "unknown"
         if self.blocks.count >= 2:
             return "independent blocks"
-        if self.all.count < 2:
-            return "unknown"
         return "independent draws" if self.draws.schemes == {"iid"} else "upper estimate"
 
     @property
     def standard_error(self) -> Tensor:
-        """Of the mean, in its shape; zero when exact, NaN with a single draw."""
+        """Of the mean, in its shape; zero when exact, NaN when unknown."""
         kind = self.kind
         if kind == "exact":
             return torch.zeros_like(self.mean)
         if kind == "unknown":
             return torch.full_like(self.mean, torch.nan)
-        moments = self.blocks if kind == "independent blocks" else self.all
-        length = self.block_length if kind == "independent blocks" else 1
-        variance = moments.variance * moments.count / (moments.count - 1)
-        return (variance * length / self.all.count).clamp_min(0).sqrt()
+        number, rest = self.all.count, self.all.count
+        variance = torch.zeros_like(self.mean)
+        if kind == "independent blocks":
+            rest = number - self.blocks.count * self.block_length
+            variance = self.blocks.count * self.block_length**2 * self.blocks.sample_variance
+        variance = variance + rest * self.all.sample_variance
+        return (variance / number**2).clamp_min(0).sqrt()

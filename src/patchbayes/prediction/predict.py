@@ -1,5 +1,6 @@
 """predict: the posterior predictive of a patched network."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -36,7 +37,7 @@ def predict(
     likelihood  `Categorical()` (default) for a `ClassPrediction`, `Gaussian(precision)` for a `RegressionPrediction`.
     keep_draws  keep what each draw said; memory then grows with S. Needed for quantiles, log_prob and samples.
     generator   source of the seed where `draws` is a number; without one the seed is 0, so that a call can be repeated.
-    select      batch -> inputs, for iterables whose batches are made otherwise.
+    select      batch -> inputs, for batches that are made otherwise.
     output      network output -> tensor, for networks that return something else (a `.logits` attribute is found).
 
     The network runs in evaluation mode without gradients and comes back exactly as it was, also after an error.
@@ -93,12 +94,16 @@ class Predictor(nn.Module):
 
 def _predict_classes(values: Iterator[Tensor], draws: Draws, likelihood: Categorical, keep: bool) -> ClassPrediction:
     probs, entropy = MonteCarloMean(draws), MonteCarloMean(draws)
+    log_mean = torch.full((), -torch.inf)  # beside the mean, since probabilities may underflow
     kept: list[Tensor] = []
     dtype = torch.float32
     for value, weight in zip(values, draws.weights.tolist(), strict=True):
         dtype = torch.promote_types(value.dtype, torch.float32)
-        draw_probs = likelihood.log_probs(value).to(_accumulator(value)).exp()
+        draw_log_probs = likelihood.log_probs(value.to(_accumulator(value)))
+        draw_probs = draw_log_probs.exp()
         probs.add(draw_probs, weight)
+        if weight:
+            log_mean = torch.logaddexp(log_mean.to(draw_log_probs), draw_log_probs + math.log(weight))
         entropy.add(torch.special.entr(draw_probs).sum(-1), weight)
         if keep:
             kept.append(draw_probs.to(dtype))
@@ -107,6 +112,7 @@ def _predict_classes(values: Iterator[Tensor], draws: Draws, likelihood: Categor
         standard_error_kind=probs.kind,
         weights=draws.weights,
         probs=probs.mean.to(dtype),
+        log_probs=log_mean.to(dtype),
         standard_error=probs.standard_error.to(dtype),
         expected_entropy=entropy.mean.to(dtype),
         draw_probs=torch.stack(kept) if keep else None,
@@ -159,7 +165,7 @@ def _checked_draws(model: nn.Module, network: Network, draws: Any, generator: to
 
 def _batches(inputs: Any, select: Callable[[Any], Any] | None) -> Iterator[Any]:
     if isinstance(inputs, Tensor | tuple | Mapping):
-        yield inputs
+        yield inputs if select is None else select(inputs)
         return
     if not isinstance(inputs, Iterable):
         raise PatchbayesError(f"predict: inputs are tensors or an iterable of batches, not a {type(inputs).__name__}.")

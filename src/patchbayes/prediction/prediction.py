@@ -27,7 +27,8 @@ class Prediction:
     """What all predictions have.
 
     num_draws            S, how many draws were averaged.
-    standard_error_kind  where `standard_error` comes from; "exact" after enumeration, "unknown" with one draw.
+    standard_error_kind  where `standard_error` comes from; "exact" after enumeration, "unknown" (then NaN) with one draw,
+                         draws that come twice, or a part of an enumeration.
     weights              the weight of each draw, (S,) float64.
     """
 
@@ -50,7 +51,14 @@ class Prediction:
     @classmethod
     def concatenate(cls, predictions: Sequence[Self]) -> Self:
         """One prediction for the inputs of several, which must come from the same draws."""
+        if not predictions:
+            raise PatchbayesError("concatenate: nothing given; pass at least one prediction.")
         first = predictions[0]
+        for other in predictions[1:]:
+            if other.num_draws != first.num_draws or not torch.equal(other.weights, first.weights):
+                raise PatchbayesError("concatenate: the predictions do not come from the same draws.")
+            if any((getattr(other, name) is None) != (getattr(first, name) is None) for name in first._per_draw()):
+                raise PatchbayesError("concatenate: some predictions kept their draws, some did not (keep_draws).")
         joined: dict[str, Any] = {
             n: torch.cat([p._per_input()[n] for p in predictions])
             for n, v in first._per_input().items()
@@ -110,20 +118,17 @@ class ClassPrediction(Prediction):
     """The posterior predictive of a classifier, for B inputs and C classes (the classes are the last axis).
 
     probs            (B, C): (1/S) sum_s p(y | x, w_s).
+    log_probs        (B, C): logarithm of the averaged probabilities, also where those underflow.
     standard_error   (B, C): Monte-Carlo standard error of each probability.
     expected_entropy (B,): (1/S) sum_s H[p(y | x, w_s)], in nats: what remains uncertain with the weights known (aleatoric).
     draw_probs       (S, B, C) with keep_draws=True, else None.
     """
 
     probs: Tensor
+    log_probs: Tensor
     standard_error: Tensor
     expected_entropy: Tensor
     draw_probs: Tensor | None = None
-
-    @property
-    def log_probs(self) -> Tensor:
-        """(B, C): logarithm of the averaged probabilities."""
-        return self.probs.log()
 
     @property
     def predicted_class(self) -> Tensor:

@@ -1,0 +1,61 @@
+"""Write the measured tables of README.md from the records in results/: python benchmarks/readme_tables.py [--check]"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def training_overhead(record: dict[str, Any]) -> str:
+    lines = [
+        "| batch | method | step, times unpatched (quartiles) | peak memory, times unpatched | parameters, times unpatched |",
+        "|---|---|---|---|---|",
+    ]
+    for batch, rows in record["batches"].items():
+        for name, row in rows.items():
+            if name != "vanilla":
+                low, high = row["ratio_quartiles"]
+                lines.append(
+                    f"| {batch} | {name.upper() if name != 'dropout' else 'dropout'} | {row['ratio']:.3f} ({low:.3f}-{high:.3f}) "
+                    f"| {row['memory_ratio']:.3f} | {row['parameter_ratio']:.3f} |"
+                )
+    machine = record["machine"]
+    lines += [
+        "",
+        f"A training step of a ResNet-18 (CIFAR stem, 100 classes, SGD with momentum), norm and output patched, K = 5; dropout "
+        f"before every norm layer. Median of {record['rounds']} rounds on {machine['processor']}, {machine['threads']} threads, "
+        f"torch {record['versions']['torch']}, commit {record['commit']}. Command: `python benchmarks/training_overhead.py`.",
+    ]
+    return "\n".join(lines)
+
+
+TABLES: dict[str, Callable[[dict[str, Any]], str]] = {"training_overhead": training_overhead}
+
+
+def render(text: str) -> str:
+    """The text of README.md with every table made anew from its record."""
+    for name, table in TABLES.items():
+        record = json.loads((ROOT / "results" / f"{name}.json").read_text())
+        between = re.compile(rf"(<!-- table: {name} -->\n).*?(<!-- end table -->)", re.DOTALL)
+        text = between.sub(lambda match, made=table(record): f"{match[1]}{made}\n{match[2]}", text)
+    return text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="only say whether README.md is up to date")
+    path = ROOT / "README.md"
+    before = path.read_text()
+    after = render(before)
+    if parser.parse_args().check:
+        sys.exit(0 if before == after else "README.md differs from the records: run python benchmarks/readme_tables.py")
+    path.write_text(after)
+
+
+if __name__ == "__main__":
+    main()
