@@ -252,14 +252,14 @@ def test_kind_of_standard_error_follows_what_was_done_to_the_draws():
 
 
 class TwoSites(nn.Module):
-    """Two sites whose effects multiply, as cheap as a network can be: for thousands of repetitions."""
+    """Two sites that interact a little, as cheap as a network can be: for thousands of repetitions."""
 
     def __init__(self):
         super().__init__()
         self.first, self.second = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
 
     def forward(self, x):
-        logit = self.first(x) * (1 + self.second(x)) + self.second(x)
+        logit = self.first(x) * (1 + 0.3 * self.second(x)) + self.second(x)
         return torch.cat([logit, torch.zeros_like(logit)], dim=1)
 
 
@@ -283,7 +283,7 @@ def repeated_errors(make, num_draws, repetitions=400, seed=20):
 
 
 def excess(claimed, squared_error):
-    """z of mean(claimed - squared error), which is zero for an unbiased variance; R = 400 sees a factor of 2."""
+    """z of mean(claimed - squared error), which is zero for an unbiased variance; R = 400 sees a factor of 3."""
     gap = claimed - squared_error
     return gap.mean() / (gap.std(ddof=1) / np.sqrt(len(gap)))
 
@@ -291,13 +291,13 @@ def excess(claimed, squared_error):
 def test_reported_standard_error_is_the_true_spread_of_independent_draws():
     squared_error, reported, _ = repeated_errors(pb.Draws.sample, 6)
     assert abs(excess(reported, squared_error)) < Z_LIMIT
-    assert abs(excess(2 * reported, squared_error)) > Z_LIMIT
+    assert abs(excess(3 * reported, squared_error)) > Z_LIMIT
 
 
 def test_reported_standard_error_is_the_true_spread_of_stratified_draws():
     squared_error, reported, iid = repeated_errors(pb.Draws.stratify, 9)
     assert abs(excess(reported, squared_error)) < Z_LIMIT
-    assert abs(excess(2 * reported, squared_error)) > Z_LIMIT
+    assert abs(excess(3 * reported, squared_error)) > Z_LIMIT
     assert excess(iid, squared_error) > Z_LIMIT  # the control: the formula for independent draws overstates
 
 
