@@ -9,11 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from statistics_helper import assert_frequencies
 from torch import nn
 
 import patchbayes as pb
 from patchbayes.errors import NotPatched, PatchbayesError, TooManyOutcomes, WrongDraws
+from statistics_helper import assert_frequencies
 
 PROPERTY = settings(derandomize=True, database=None, deadline=None, max_examples=40)
 
@@ -373,9 +373,7 @@ def test_slicing_twice_is_slicing_once(mixed_model, data, scheme):
     first = data.draw(st.slices(len(draws)))
     part = draws[first]
     second = data.draw(st.slices(len(part)))
-    assert torch.equal(
-        part[second].assignments(), draws.assignments()[list(range(len(draws))[first][second])]
-    )
+    assert torch.equal(part[second].assignments(), draws.assignments()[list(range(len(draws))[first][second])])
 
 
 @PROPERTY

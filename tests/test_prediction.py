@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import patchbayes as pb
 from patchbayes.errors import NotPatched, PatchbayesError, WrongDraws
 from patchbayes.prediction import ClassPrediction
+from statistics_helper import assert_frequencies
 
 # Two-sided normal quantile at a false alarm of 1e-6 (4.89), with room for the approximation.
 Z_LIMIT = 5.3
@@ -361,7 +362,7 @@ def test_sampled_labels_have_the_predicted_probabilities_and_share_a_draw_within
     labels = prediction.sample(4000, torch.Generator().manual_seed(1))
     assert labels.shape == (4000, 3)
     assert (labels == labels[:, :1]).all()  # certain networks that disagree: all inputs follow the same one
-    assert scipy.stats.binomtest(int(labels[:, 0].sum()), 4000, 0.3).pvalue > 1e-6
+    assert_frequencies(labels[:, 0].bincount(), [0.7, 0.3], detects=0.06)
     assert torch.equal(prediction.sample(5), prediction.sample(5))
     assert prediction.sample().shape == (1, 3)
     other = prediction.sample(50, generator=torch.Generator().manual_seed(2))
@@ -503,6 +504,21 @@ def test_classes_may_stand_on_any_axis():
     assert prediction.entropy.shape == (2, 4, 5)
     np.testing.assert_allclose(prediction.probs.numpy(), expected, rtol=1e-10)
     assert pb.predict(model, x, draws, likelihood=pb.Categorical()).probs.shape == (2, 3, 4, 5)
+
+
+def test_categorical_log_prob_is_the_log_softmax_at_the_target():
+    outputs = torch.randn(2, 5, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    targets = torch.randint(3, (5, 4), generator=torch.Generator().manual_seed(2))
+    expected = scipy.special.log_softmax(outputs.numpy(), axis=2)
+    log_probs = pb.Categorical(class_dim=1).log_probs(outputs, lead=1)  # the draws stand before the output's own axes
+    np.testing.assert_allclose(log_probs.numpy(), expected.transpose(0, 1, 3, 2), rtol=1e-12)
+    chosen = np.take_along_axis(expected, targets.numpy()[None, :, None], axis=2)[:, :, 0]
+    np.testing.assert_allclose(pb.Categorical(1).log_prob(outputs, targets).numpy(), chosen, rtol=1e-12)
+    flat = pb.Categorical().log_probs(outputs[0])
+    np.testing.assert_allclose(flat.numpy(), scipy.special.log_softmax(outputs[0].numpy(), axis=-1), rtol=1e-12)
+    for wrong in (targets.double(), targets[:3], targets.T):
+        with pytest.raises(PatchbayesError, match="class numbers of shape"):
+            pb.Categorical(1).log_prob(outputs, wrong)
 
 
 @pytest.mark.parametrize("sizes", [[1] * 7, [3, 1, 3], [6, 1]])
@@ -686,6 +702,17 @@ def test_prediction_builds_no_autograd_graph():
     assert x.grad is None
     model(x).sum().backward()
     assert x.grad is not None
+
+
+def test_prediction_under_inference_mode_leaves_a_network_that_trains():
+    model, x = patched(pb.EMP(3, statistics="per_component")), some_inputs()
+    expected = pb.predict(model, x, 4).probs
+    with torch.inference_mode():
+        frozen = x.clone()
+        assert torch.equal(pb.predict(model, frozen, 4).probs, expected)
+    assert torch.equal(pb.predict(model, frozen, 4).probs, expected)
+    model.train()(x).sum().backward()
+    assert model.hidden.weight.grad is not None
 
 
 def live_tensors_at_the_end(model, x, num_draws, **options):

@@ -1,14 +1,16 @@
 """Random numbers as a function of a key: exactly SplitMix64, the same in any chunking, uniform and independent."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference.splitmix import splitmix64
-from statistics_helper import assert_frequencies, assert_standard_normal, assert_uncorrelated
 
 from patchbayes.randomness import BITS, bernoulli_like, fold, integers, normal_like
+from reference.splitmix import splitmix64
+from statistics_helper import assert_frequencies, assert_standard_normal, assert_uncorrelated
 
 PROPERTY = settings(derandomize=True, database=None, deadline=None, max_examples=60)
 seeds = st.integers(-(2**63), 2**63 - 1)
@@ -49,7 +51,7 @@ def test_integers_of_a_part_equal_the_part_of_all(seed, start, length):
 def test_integers_in_any_chunking_are_the_same(cuts):
     keys = fold(torch.tensor(3), torch.arange(4))
     edges = [0, *sorted(cuts), 200]
-    chunks = [integers(keys, a, b) for a, b in zip(edges, edges[1:], strict=False)]
+    chunks = [integers(keys, a, b) for a, b in itertools.pairwise(edges)]
     assert torch.equal(torch.cat(chunks, dim=-1), integers(keys, 0, 200))
 
 

@@ -88,7 +88,13 @@ def test_a_predicate_gets_name_and_module():
 def test_several_rules_in_one_call_and_the_first_match_wins():
     model = Net()
     report = pb.patch_(
-        model, {"bn": pb.EMP(2), "norm": pb.ECMP(3), lambda name, module: name == "first": pb.Dropout(0.1), "all": pb.MeanField()}
+        model,
+        {
+            "bn": pb.EMP(2),
+            "norm": pb.ECMP(3),
+            lambda name, module: name == "first": pb.Dropout(0.1),
+            "all": pb.MeanField(),
+        },
     )
     methods = {site.name: site.method for site in report.sites}
     assert methods == {
@@ -182,7 +188,14 @@ def test_norm_means_every_normalization_with_affine_parameters(norm):
 
 @pytest.mark.parametrize(
     "other",
-    [nn.PReLU(4), nn.Linear(4, 1), nn.Embedding(4, 1), nn.Conv1d(1, 1, 1), WeightNormedLinear(), nn.LocalResponseNorm(2)],
+    [
+        nn.PReLU(4),
+        nn.Linear(4, 1),
+        nn.Embedding(4, 1),
+        nn.Conv1d(1, 1, 1),
+        WeightNormedLinear(),
+        nn.LocalResponseNorm(2),
+    ],
     ids=lambda module: type(module).__name__,
 )
 def test_norm_does_not_mean_other_layers(other):
@@ -315,7 +328,8 @@ def test_nothing_matched_says_what_is_there_and_what_to_do():
         pb.patch_(model, pb.EMP(2), "norm")
     assert str(error.value) == (
         "patch_ found no site in Sequential (6 modules).\n"
-        '  wanted   sites="norm" (BatchNorm, LayerNorm, GroupNorm, InstanceNorm, RMSNorm and look-alikes, with affine parameters)\n'
+        '  wanted   sites="norm" (BatchNorm, LayerNorm, GroupNorm, InstanceNorm, RMSNorm and look-alikes, '
+        "with affine parameters)\n"
         "  present  Conv2d x2, ReLU x1, Flatten x1, Linear x1\n"
         '  do       sites="output" would patch "4"; or pass a predicate (name, module) -> bool.'
     )

@@ -185,3 +185,33 @@ ZOO: dict[str, Entry] = {
     "keywords": Entry(TwoInputs, lambda generator: dict(zip(("left", "right"), _pair(generator), strict=True))),
     "dict output": Entry(DictOutput, _pair, output=lambda result: result["scores"]),
 }
+
+
+def snapshot(model: nn.Module) -> dict[str, Any]:
+    """Everything about a network that patching may touch: values, order, classes, hooks, attributes, tied parameters."""
+    first: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first.setdefault(id(parameter), name)
+    return {
+        "state": [(key, value.clone()) for key, value in model.state_dict().items()],
+        "classes": [(name, type(module)) for name, module in model.named_modules()],
+        "parameters": [
+            (name, first[id(p)], p.requires_grad, p.stride(), p.dtype, dict(p.__dict__))
+            for name, p in model.named_parameters(remove_duplicate=False)
+        ],
+        "training": [module.training for module in model.modules()],
+        "hooks": [
+            {name: len(value) for name, value in vars(module).items() if "hooks" in name and hasattr(value, "__len__")}
+            for module in model.modules()
+        ],
+        "attributes": [sorted(vars(module)) for module in model.modules()],
+    }
+
+
+def assert_same(before: dict[str, Any], model: nn.Module) -> None:
+    after = snapshot(model)
+    assert [key for key, _ in after["state"]] == [key for key, _ in before["state"]]
+    for (key, new), (_, old) in zip(after.pop("state"), before["state"], strict=True):
+        assert new.dtype == old.dtype, key
+        assert torch.equal(new, old), key
+    assert after == {name: value for name, value in before.items() if name != "state"}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .draws import network_of
 from .errors import CheckpointMismatch, PatchbayesError
 from .files import replacing
-from .network import GENERATOR_KEY, Network
+from .network import GENERATOR_KEY, DrawnParameter, Network
 from .patching import is_patched, patch_, unpatch_
 from .posteriors import method_from_config
 from .prior import PRIOR_KEY, LearnedPrior, Prior, prior_from_config
@@ -145,9 +145,13 @@ def _check_prior(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
 def _load_ordinary(model: nn.Module, tensors: dict[str, Tensor], path: str | Path) -> None:
     target = _root_of(model)[0] if is_patched(model) else model
     expected = _ordinary_shapes(target)
+    plain = _plain_names(target)
+    tied = {plain.get(alias, alias): plain.get(first, first) for alias, first in _aliases(target).items()}
+    for one, other in [*((first, alias) for alias, first in tied.items()), *tied.items()]:
+        if one not in tensors and other in tensors:  # a file may hold tied weights under one of their names
+            tensors[one] = tensors[other]
     found = {key: tuple(value.shape) for key, value in tensors.items()}
-    absent = {key for key in expected if key not in found}
-    absent -= set(_aliases(target)) | {key for key in absent if key.endswith("num_batches_tracked")}
+    absent = {key for key in expected if key not in found and not key.endswith("num_batches_tracked")}
     problems = [f"missing in the file: {key}" for key in sorted(absent)]
     problems += [f"not in the network: {key}" for key in found if key not in expected]
     problems += [
@@ -157,23 +161,24 @@ def _load_ordinary(model: nn.Module, tensors: dict[str, Tensor], path: str | Pat
     ]
     if problems:
         raise CheckpointMismatch(_listing(f"{path} is not a checkpoint of {type(target).__name__}", problems))
-    for alias, original in _aliases(target).items():
-        plain, source = (key.replace("parametrizations.", "").removesuffix(".original") for key in (alias, original))
-        if plain not in tensors and source in tensors:
-            tensors[plain] = tensors[source]
     target.load_state_dict(tensors, strict=False)
 
 
 def _ordinary_shapes(root: nn.Module) -> dict[str, tuple[int, ...]]:
     """Keys and shapes of the unpatched network's state dict."""
     shapes = {}
+    plain = _plain_names(root)
     for key, value in root.state_dict().items():
         if key == GENERATOR_KEY or key.rpartition(".")[2].startswith("component_"):
             continue
-        drawn = ".parametrizations." in f".{key}" and key.endswith(".original")
-        plain = key.replace("parametrizations.", "").removesuffix(".original") if drawn else key
-        shapes[plain] = tuple(value.shape[1:] if drawn else value.shape)
+        shapes[plain.get(key, key)] = tuple(value.shape[1:] if key in plain else value.shape)
     return shapes
+
+
+def _plain_names(root: nn.Module) -> dict[str, str]:
+    """Keys of patched parameters, and the names that they have in the unpatched network."""
+    lists = [name.removesuffix(".0") for name, m in root.named_modules(remove_duplicate=False) if isinstance(m, DrawnParameter)]
+    return {f"{name}.original": f".{name}".replace(".parametrizations.", ".")[1:] for name in lists}
 
 
 def _patch_as(model: nn.Module, wanted: list[dict[str, Any]], path: str | Path) -> None:

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ class Site:
     network: "Network"
     parameter_order: tuple[str, ...]
     tied: dict[str, list[tuple[str, nn.Module, str]]]
+    layouts: dict[str, torch.memory_format] = field(default_factory=dict)
 
     def components(self, name: str) -> Tensor:
         """The stored tensor of a parameter, with its leading component axis."""
@@ -64,20 +65,22 @@ class Network:
         self.held: Drawn | None = None
         self.active = 0
         self.restored = False
+        self.tracing = False
         self.warned = False
 
     def lay_out(self) -> None:
         """Give every site its place in the draw, after sites were added or removed."""
         spans: list[Span] = []
         starts: dict[str, int] = {}
-        position = 0
+        position, stream = 0, 16
         unbounded = []
-        for number, site in enumerate(self.sites):
+        for site in self.sites:
             shared = site.posterior.networkwide
             own = [Span(site.name, s.length, s.outcomes, s.probabilities) for s in site.posterior.spans]
             if shared is not None:
                 own = [] if "network" in starts else [shared]
-            site.posterior.bind(starts["network"] if shared and "network" in starts else position, 16 * (number + 1))
+            site.posterior.bind(starts["network"] if shared and "network" in starts else position, stream)
+            stream += max(16, len(site.posterior.names))  # a stream of noise for each parameter
             if shared is not None:
                 starts.setdefault("network", position)
             spans += own
@@ -214,6 +217,8 @@ class DrawnParameter(nn.Module):
 
     def forward(self, stored: Tensor) -> Tensor:
         posterior = self.site.posterior
+        if self.site.network.tracing:
+            raise RuntimeError(f'the drawn parameter "{self.name}" of "{self.site.name}" is read outside its module')
         if isinstance(posterior, MixturePosterior) and draws_per_example(self.site):
             neutral = torch.zeros if is_bias(self.name) else torch.ones
             return neutral(stored.shape[1:], dtype=stored.dtype, device=stored.device)
@@ -275,9 +280,11 @@ def remove_site_(site: Site, values: dict[str, Tensor], statistics: dict[str, Te
     for handle in module.__dict__.pop("_patchbayes_handles_site"):
         handle.remove()
     del module.__dict__["_patchbayes_site"]
+    for touched in (module, *(other for others in site.tied.values() for _, other, _ in others)):
+        _take_own_class_(touched)
     for name in site.posterior.names:
         stored = site.posterior.stored(name)
-        stored.data = values[name].detach().clone().contiguous()
+        stored.data = values[name].detach().clone(memory_format=site.layouts.get(name, torch.contiguous_format))
         stored.grad = None
         stored.__dict__.pop("_patchbayes_shape", None)
         nn.utils.parametrize.remove_parametrizations(module, name, leave_parametrized=False)
@@ -295,6 +302,14 @@ def remove_site_(site: Site, values: dict[str, Tensor], statistics: dict[str, Te
         module._buffers[name] = value.detach().clone()
     if isinstance(module, nn.RNNBase) and site.posterior.names:
         module._init_flat_weights()
+
+
+def _take_own_class_(module: nn.Module) -> None:
+    """A deepcopy shares the class that parametrize made, and removing a parametrization takes a property from the class."""
+    cls = type(module)
+    if nn.utils.parametrize.is_parametrized(module):
+        namespace = {key: value for key, value in vars(cls).items() if key not in ("__dict__", "__weakref__")}
+        module.__class__ = type(cls.__name__, cls.__bases__, namespace)
 
 
 def component_statistics(module: nn.Module) -> dict[str, Tensor]:

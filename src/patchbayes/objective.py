@@ -1,5 +1,6 @@
 """The training objective: KL, negative ELBO, and the simplified L2 loss. The only file that knows scales."""
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,7 +100,10 @@ def negative_elbo(
             f"negative_elbo: outputs are (S, B, ...) and targets (B, ...); given were {tuple(outputs.shape)} and "
             f"{tuple(targets.shape)}.\n  do       pass model(x)[None] for a single draw, or forward_draws(model, x, draws=S)."
         )
-    return -likelihood.log_prob(outputs, targets).mean() + kl_total / num_data
+    log_prob = likelihood.log_prob(outputs, targets)
+    if log_prob.dim() > 2:  # an example with many labels: log p(y_b) is their sum
+        log_prob = log_prob.flatten(2).sum(-1)
+    return -log_prob.mean() + kl_total / num_data
 
 
 @dataclass(frozen=True)
@@ -166,30 +170,15 @@ def maximize_prior_(model: nn.Module, prior: LearnedPrior | None = None) -> None
         raise PatchbayesError(
             "maximize_prior_: the prior has fixed precisions; give patch_ or this call a LearnedPrior(model)."
         )
-    for which in (chosen.log_tau, chosen.log_rho):
-        with torch.enable_grad():
-            (gradient,) = torch.autograd.grad(kl(model, chosen), which, allow_unused=True)
-        if gradient is None:
-            continue
-        size = _layer_sizes(model, chosen, biases=which is chosen.log_rho)
-        strength = (2 * gradient + size) / which.exp()  # A, since d KL / d log(tau) = tau A / 2 - D / 2
-        which.copy_(torch.where((strength > 0) & (size > 0), (size / strength.clamp_min(1e-30)).log(), which))
-
-
-def _layer_sizes(model: nn.Module, prior: LearnedPrior, biases: bool) -> Tensor:
-    network: Network = network_of(model)
-    inside = _prefix_of(model, network)
-    sizes = torch.zeros_like(prior.log_tau)
-    sites = {site.name: site for site in network.sites}
-    seen: set[int] = set()
-    for layer, name, parameter in _own_parameters(model):
-        layer = layer.removeprefix(inside)
-        if id(parameter) in seen or is_bias(name) != biases:
-            continue
-        seen.add(id(parameter))
-        stored = layer in sites and name in sites[layer].posterior.names
-        sizes[prior.layers[layer]] += parameter[0].numel() if stored else parameter.numel()
-    return sizes
+    # At tau = 1 the first derivative with respect to log(tau) is A/2 - D/2 and the second A/2: no cancellation for small A.
+    unit = copy.deepcopy(chosen).to(torch.float32 if chosen.log_tau.device.type == "mps" else torch.float64)
+    logs = [unit.log_tau.zero_(), unit.log_rho.zero_()]
+    with torch.enable_grad():
+        first = torch.autograd.grad(kl(model, unit), logs, create_graph=True, materialize_grads=True)
+        second = torch.autograd.grad(torch.cat(first).sum(), logs, materialize_grads=True)
+    for learned, slope, curvature in zip((chosen.log_tau, chosen.log_rho), first, second, strict=True):
+        size, strength = 2 * (curvature - slope), 2 * curvature  # D and A
+        learned.copy_(torch.where((size > 0) & (strength > 0), size.log() - strength.log(), learned))
 
 
 def _groups(model: nn.Module) -> dict[str, list[nn.Parameter]]:

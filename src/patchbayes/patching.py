@@ -229,15 +229,20 @@ def _install(network: Network, chosen: _Chosen, generator: torch.Generator) -> N
         assert parameter is not None
         module._parameters[name] = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
     values: dict[str, Tensor] = {name: p.detach() for name, p in own_parameters(module).items()}
+    layouts = {name: torch.channels_last for name, value in values.items() if _is_channels_last(value)}
     for name, stored in chosen.posterior.start(values, generator).items():
         parameter = module._parameters[name]
         assert parameter is not None
         parameter.data = stored
         parameter.grad = None
         parameter.__dict__["_patchbayes_shape"] = tuple(stored.shape)
-    site = Site(chosen.name, module, chosen.method, chosen.posterior, network, order, chosen.tied)
+    site = Site(chosen.name, module, chosen.method, chosen.posterior, network, order, chosen.tied, layouts)
     network.sites.append(site)
     install_site_(site)
+
+
+def _is_channels_last(value: Tensor) -> bool:
+    return value.dim() == 4 and value.is_contiguous(memory_format=torch.channels_last) and not value.is_contiguous()
 
 
 def _collapsed(network: Network, site: Site, keep: int | str | Draws) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -32,6 +32,7 @@ class Prior:
         return _look_up("tau", self.tau, layer), _look_up("rho", self.rho, layer)
 
     def config(self) -> dict[str, Any]:
+        """The prior as JSON, for a checkpoint."""
         return {"tau": self.tau, "rho": self.rho}
 
     def __repr__(self) -> str:
@@ -68,6 +69,7 @@ class LearnedPrior(nn.Module):
         return self.log_tau[number].exp(), self.log_rho[number].exp()
 
     def config(self) -> dict[str, Any]:
+        """The layers as JSON, for a checkpoint; the precisions are tensors."""
         return {"learned_layers": list(self.layers)}
 
 

@@ -1,5 +1,7 @@
 """KL divergences to N(0, 1/precision): the paper's formula, the bounds through the entropy, and the truth by quadrature."""
 
+import itertools
+
 import numpy as np
 from scipy import integrate
 
@@ -37,7 +39,7 @@ def _true_kl_1d(means: np.ndarray, p: np.ndarray, sigma: float, precision: float
         return float(np.exp(log_q) * (log_q - _log_normal(np.array([[w]]), np.array([precision]))[0]))
 
     edges = np.unique(np.concatenate([means + d * sigma for d in (-12, -4, 0, 4, 12)]))
-    pieces = [integrate.quad(integrand, a, b, epsabs=1e-13, limit=200)[0] for a, b in zip(edges, edges[1:], strict=False)]
+    pieces = [integrate.quad(integrand, a, b, epsabs=1e-13, limit=200)[0] for a, b in itertools.pairwise(edges)]
     return float(sum(pieces))
 
 

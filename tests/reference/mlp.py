@@ -63,26 +63,22 @@ def _tanh_backward(gradient, y, parameters, settings):
     return gradient * (1 - y**2), {}
 
 
-def _norm(x, parameters, settings):
-    """Batch norm over the batch (or with given statistics), layer norm over the features; then the affine part."""
-    axis = settings["axis"]
-    statistics = settings.get("statistics")
-    mean, variance = statistics if statistics else (x.mean(axis, keepdims=True), x.var(axis, keepdims=True))
+def _batch_norm(x, parameters, settings):
+    """With the statistics of the batch, or with given ones (mean, variance); then the affine part."""
+    mean, variance = settings["statistics"] or (x.mean(0), x.var(0))
     deviation = np.sqrt(variance + settings["eps"])
     normalized = (x - mean) / deviation
     return normalized * parameters["weight"] + parameters["bias"], (normalized, deviation)
 
 
-def _norm_backward(gradient, cache, parameters, settings):
+def _batch_norm_backward(gradient, cache, parameters, settings):
     normalized, deviation = cache
     own = {"weight": (gradient * normalized).sum(0), "bias": gradient.sum(0)}
     inner = gradient * parameters["weight"]
-    if not settings.get("statistics"):
-        axis = settings["axis"]
-        along = (inner * normalized).mean(axis, keepdims=True)
-        inner = inner - inner.mean(axis, keepdims=True) - normalized * along
+    if not settings["statistics"]:
+        inner = inner - inner.mean(0) - normalized * (inner * normalized).mean(0)
     return inner / deviation, own
 
 
-_FORWARD = {"linear": _linear, "tanh": _tanh, "norm": _norm}
-_BACKWARD = {"linear": _linear_backward, "tanh": _tanh_backward, "norm": _norm_backward}
+_FORWARD = {"linear": _linear, "tanh": _tanh, "batch norm": _batch_norm}
+_BACKWARD = {"linear": _linear_backward, "tanh": _tanh_backward, "batch norm": _batch_norm_backward}

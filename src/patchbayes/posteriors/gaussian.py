@@ -76,7 +76,9 @@ class MeanFieldPosterior(Posterior):
         for name in self.names:
             mean, before_softplus = self.stored(name).unbind(0)
             deviation = F.softplus(before_softplus)
-            precision = torch.as_tensor(rho if is_bias(name) else tau, dtype=mean.dtype, device=mean.device)
+            precision = rho if is_bias(name) else tau
+            if not isinstance(precision, Tensor):
+                precision = torch.tensor(precision, dtype=mean.dtype, device=mean.device)
             square = mean.square().sum() + deviation.square().sum()
             log_term = mean.numel() * (1 + precision.log()) + 2 * deviation.log().sum()
             terms.append(0.5 * (precision * square - log_term))

@@ -200,7 +200,7 @@ class MixturePosterior(Posterior):
     def _spread(self, name: str, indices: Tensor) -> Tensor:
         """Indices of draw groups (*lead, groups) in the parameter's shape: (*lead, *shape)."""
         shape, lead = self._shapes[name], indices.shape[:-1]
-        if self.method.tie == "element":
+        if indices.shape[-1] == math.prod(shape):  # every element draws for itself
             return indices.reshape(*lead, *shape)
         axis = _unit_axis(self.module, name, shape)
         if axis is None:
@@ -370,6 +370,8 @@ def _num_units(module: nn.Module, name: str, shape: torch.Size) -> int:
     axis = _unit_axis(module, name, shape)
     if axis is None:
         return 1
+    if is_norm(module):  # a weight for every normalized input, over however many axes
+        return math.prod(shape)
     return shape[axis] * (int(getattr(module, "groups", 1)) if axis == 1 else 1)
 
 

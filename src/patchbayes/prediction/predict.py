@@ -69,24 +69,32 @@ class Predictor(nn.Module):
     """A module that answers with the posterior predictive, for pipelines that call a model and expect an answer.
 
     Its output is the averaged log-probabilities (B, C), or for `Gaussian` the pair mean (B, D), variance (B, D). The draws
-    are made once: the same input always gives the same answer. No gradients.
+    are made once: the same input always gives the same answer. No gradients. Arguments as in `predict`.
     """
 
     def __init__(
-        self, model: nn.Module, draws: int | Draws = 20, likelihood: Likelihood | None = None, **options: Any
+        self,
+        model: nn.Module,
+        draws: int | Draws = 20,
+        likelihood: Likelihood | None = None,
+        *,
+        generator: torch.Generator | None = None,
+        select: Callable[[Any], Any] | None = None,
+        output: Callable[[Any], Tensor] | None = None,
     ) -> None:
         super().__init__()
         self.model = model
-        generator = options.pop("generator", None)
         self.draws = _checked_draws(model, network_of(model), draws, generator)
         self.likelihood = checked_likelihood(likelihood or Categorical())
-        self.options = options
+        self.select, self.output = select, output
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, Tensor]:
         inputs = kwargs or (args if len(args) != 1 else args[0])
         if args and kwargs:
             raise PatchbayesError("Predictor: give all inputs by position or all by keyword.")
-        prediction = predict(self.model, inputs, self.draws, likelihood=self.likelihood, **self.options)
+        prediction = predict(
+            self.model, inputs, self.draws, likelihood=self.likelihood, select=self.select, output=self.output
+        )
         if isinstance(prediction, ClassPrediction):
             return prediction.log_probs
         return prediction.mean, prediction.variance

@@ -89,6 +89,7 @@ class Prediction:
         return kept[picked.to(kept.device)]
 
     def sample(self, number: int = 1, generator: torch.Generator | None = None) -> Tensor:
+        """Replicated targets, (R, B, ...). Needs keep_draws=True."""
         raise NotImplementedError
 
     def check(
