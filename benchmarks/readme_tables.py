@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,14 +20,15 @@ def training_overhead(record: dict[str, Any]) -> str:
             if name != "vanilla":
                 low, high = row["ratio_quartiles"]
                 lines.append(
-                    f"| {batch} | {name.upper() if name != 'dropout' else 'dropout'} | {row['ratio']:.3f} ({low:.3f}-{high:.3f}) "
+                    f"| {batch} | {name if name == 'dropout' else name.upper()} "
+                    f"| {row['ratio']:.3f} ({low:.3f}-{high:.3f}) "
                     f"| {row['memory_ratio']:.3f} | {row['parameter_ratio']:.3f} |"
                 )
     machine = record["machine"]
     lines += [
         "",
-        f"A training step of a ResNet-18 (CIFAR stem, 100 classes, SGD with momentum), norm and output patched, K = 5; dropout "
-        f"before every norm layer. Median of {record['rounds']} rounds on {machine['processor']}, {machine['threads']} threads, "
+        f"A training step of a ResNet-18 (CIFAR stem, 100 classes, SGD with momentum), norm and output patched, K = 5; "
+        f"dropout before every norm layer. Median of {record['rounds']} rounds on {machine['processor']}, {machine['threads']} threads, "
         f"torch {record['versions']['torch']}, commit {record['commit']}. Command: `python benchmarks/training_overhead.py`.",
     ]
     return "\n".join(lines)
@@ -41,8 +41,9 @@ def render(text: str) -> str:
     """The text of README.md with every table made anew from its record."""
     for name, table in TABLES.items():
         record = json.loads((ROOT / "results" / f"{name}.json").read_text())
-        between = re.compile(rf"(<!-- table: {name} -->\n).*?(<!-- end table -->)", re.DOTALL)
-        text = between.sub(lambda match, made=table(record): f"{match[1]}{made}\n{match[2]}", text)
+        start, end = f"<!-- table: {name} -->\n", "<!-- end table -->"
+        before, _, rest = text.partition(start)
+        text = f"{before}{start}{table(record)}\n{end}{rest.partition(end)[2]}"
     return text
 
 

@@ -99,7 +99,11 @@ def show(rows: dict[str, dict[str, list[float]]], num_seeds: int, num_images: in
     cells = [header] + [[name, *(text(row[c]) for c, text in texts.items())] for name, row in rows.items()]
     widths = [max(len(line[i]) for line in cells) for i in range(len(header))]
     for line in cells:
-        print("  ".join(text.ljust(w) if i == 0 else text.rjust(w) for i, (text, w) in enumerate(zip(line, widths, strict=True))))
+        print(
+            "  ".join(
+                text.ljust(w) if i == 0 else text.rjust(w) for i, (text, w) in enumerate(zip(line, widths, strict=True))
+            )
+        )
     plain = mean(rows["vanilla"]["noisy NLL"])
     print()
     for name in ("dropout", "EMP", "ECMP"):

@@ -16,6 +16,7 @@ LAYERS = [
     {"errors", "files", "randomness", "selection", "draws"},
     {"posteriors", "prior", "likelihoods"},
     {"network"},
+    {"sites"},
     {"patching", "patch_report"},
     {"objective", "prediction", "checkpoint"},
     {"contract"},

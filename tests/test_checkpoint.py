@@ -175,6 +175,14 @@ def test_a_learned_prior_is_saved(tmp_path):
     assert torch.equal(pb.kl(target), pb.kl(model))
 
 
+def test_a_learned_prior_of_other_layers_is_refused(tmp_path):
+    model = network()
+    pb.patch_(model, pb.EMP(3), prior=pb.LearnedPrior(model))
+    pb.save(model, tmp_path / "file")
+    longer = nn.Sequential(*network(), nn.Linear(2, 2))
+    refused(longer, tmp_path / "file", "other layers: 4", check_shared=False)
+
+
 @pytest.mark.parametrize("whole", [False, True], ids=["patch only", "whole"])
 @pytest.mark.parametrize("tied", ["together", "separate"])
 @pytest.mark.parametrize("sites", ["output", "embedding", "all"])

@@ -219,8 +219,10 @@ def test_patched_layers_are_not_patched_twice_and_a_second_call_adds_sites():
     norm = components(model, "1").detach().clone()
     report = pb.patch_(model, pb.ECMP(2))
     assert report.skipped == {"1": "already patched"}
-    assert {site.name: site.method for site in report.sites} == {"1": "EMP(K=3)", "3": "ECMP(K=2)"}
-    assert report.parameters_after == sum(p.numel() for p in model.parameters())
+    assert {site.name: site.method for site in report.sites} == {"3": "ECMP(K=2)"}
+    assert list(pb.patched_sites(model)) == ["1", "3"]
+    added = sum(site.parameters_added for site in report.sites)
+    assert report.parameters_after == report.parameters_before + added == sum(p.numel() for p in model.parameters())
     assert torch.equal(components(model, "1"), norm)
     assert report.log10_outcomes == pytest.approx(math.log10(3) + 10 * math.log10(2))
     with pytest.raises(WrongDraws):
@@ -339,7 +341,7 @@ def test_statistics_per_component_are_those_of_one_batch_norm_each(method, momen
         norm = nn.BatchNorm1d(3, momentum=momentum)
         norm.load_state_dict({name: site.components(name)[k] for name in ("weight", "bias")}, strict=False)
         plain.append(norm)
-    draws = pb.Draws.sample(model, 12)
+    draws = pb.Draws.stratify(model, 12)
     used = draws.assignments()[:, 0].tolist()
     assert set(used) == {0, 1, 2}
     for number, x in enumerate(batches(12)):
@@ -371,10 +373,10 @@ def test_statistics_per_component_are_those_of_one_batch_norm_each(method, momen
 def test_statistics_per_component_with_one_component_or_a_zero_one(method):
     model = nn.Sequential(nn.BatchNorm1d(3), nn.LayerNorm(3))
     pb.patch_(model, {"0": method, "1": pb.EMP(4)})
-    for x in batches(12):
+    for x in batches(40):
         model(x)
     counted = model[0].component_num_batches_tracked
-    assert counted.sum() == 12
+    assert counted.sum() == 40
     assert (counted > 0).all()
     pb.unpatch_(model, pb.Draws.sample(model, 1))
     assert "component_running_mean" not in model.state_dict()

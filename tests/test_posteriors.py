@@ -476,6 +476,13 @@ def test_noise_is_gaussian_with_deviation_sigma_and_independent_everywhere(metho
     assert_uncorrelated(many["0.bias"], many["1.bias"], detects=0.1)
 
 
+def test_noise_on_weight_and_bias_of_a_layer_is_independent():
+    for method in (pb.EMP(2, sigma=0.3, jitter=0), pb.MeanField()):
+        model = patched(nn.LayerNorm(4000), method)
+        noise = noise_of(model, pb.Draws.sample(model, 1))
+        assert_uncorrelated(noise["0.weight"], noise["0.bias"], detects=0.15)
+
+
 def test_sigma_scales_the_noise_exactly():
     def noise(sigma):
         torch.manual_seed(0)

@@ -684,6 +684,22 @@ def test_the_network_comes_back_after_an_exception_in_the_middle(where):
     assert torch.equal(*states)
 
 
+def test_the_network_comes_back_also_where_the_inputs_are_made_with_it():
+    model, x = restless(), some_inputs()
+
+    def made_with_the_network():
+        for _ in range(2):
+            with pb.drawn(model):  # advances the network's own generator
+                yield model(x).tanh() @ torch.ones(3, 4, dtype=torch.float64)
+            model.net.norm.train()
+
+    before = state_of(model)
+    pb.predict(model, made_with_the_network(), 3)
+    after = state_of(model)
+    for what, value in before.items():
+        assert after[what] == value, what
+
+
 def test_a_held_draw_is_still_held_after_prediction():
     model, x = patched(METHODS["EMP"]).eval(), some_inputs()
     draws = pb.Draws.sample(model, 6, torch.Generator().manual_seed(3))

@@ -39,6 +39,27 @@ def test_fold_is_one_output_of_splitmix64(seed, value):
 
 
 @PROPERTY
+@given(seed=seeds, value=st.integers(0, 2**40))
+def test_fold_is_the_same_for_numbers_and_tensors(seed, value):
+    key = torch.tensor(seed)
+    assert torch.equal(fold(key, value), fold(key, torch.tensor(value)))
+    assert torch.equal(fold(key, value), fold(key.expand(2), value)[1])
+
+
+@pytest.mark.parametrize(("keys", "length"), [(1, 300_001), (7, 50_000), (70_000, 3)])
+def test_long_and_wide_streams_are_the_same_as_their_parts(keys, length):
+    """Long streams are made in blocks; what is asked for across a border must not show it."""
+    key = fold(torch.tensor(9), torch.arange(keys))
+    together = integers(key, 5, 5 + length)
+    assert together.shape == (keys, length)
+    for start in range(0, length, 9_001):
+        stop = min(start + 10, length)
+        assert torch.equal(
+            together[:: max(keys // 3, 1), start:stop], integers(key[:: max(keys // 3, 1)], 5 + start, 5 + stop)
+        )
+
+
+@PROPERTY
 @given(seed=seeds, start=st.integers(0, 300), length=st.integers(0, 50))
 def test_integers_of_a_part_equal_the_part_of_all(seed, start, length):
     key = torch.tensor(seed)

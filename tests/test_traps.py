@@ -432,7 +432,7 @@ def test_initialization_of_a_drawn_weight_is_lost_and_through_components_it_is_n
         nn.init.constant_(component, float(number))
     assert stored[:, 0].tolist() == [0.0, 1.0, 2.0, 3.0]
     seen = set()
-    for _ in range(30):
+    for _ in range(60):
         model(X)
         seen.add(norm.weight[0].item())
     assert seen == {0.0, 1.0, 2.0, 3.0}
@@ -467,8 +467,9 @@ def test_an_affine_for_each_example(norm):
     model = nn.Sequential(norm).double()
     pb.patch_(model, pb.EMP(2, jitter=1.0, per_example=True), "norm")
     weight, bias = (pb.patched_sites(model)["0"].components(name) for name in ("weight", "bias"))
-    plain = F.batch_norm(X, None, None, training=True) if isinstance(norm, nn.BatchNorm1d) else F.layer_norm(X, (3,))
-    output = model(X)
+    x = X.repeat(6, 1)
+    plain = F.batch_norm(x, None, None, training=True) if isinstance(norm, nn.BatchNorm1d) else F.layer_norm(x, (3,))
+    output = model(x)
     fits = torch.stack([(output - (plain * w + b)).abs().amax(1) < 1e-9 for w, b in zip(weight, bias, strict=True)])
     assert (fits.sum(0) == 1).all()
     assert fits.any(1).all()

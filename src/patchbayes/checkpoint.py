@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from .draws import network_of
 from .errors import CheckpointMismatch, PatchbayesError
 from .files import replacing
-from .network import GENERATOR_KEY, DrawnParameter, Network
+from .network import GENERATOR_KEY, Network
 from .patching import is_patched, patch_, unpatch_
 from .posteriors import method_from_config
 from .prior import PRIOR_KEY, LearnedPrior, Prior, prior_from_config
+from .sites import DrawnParameter
 
 FORMAT = "patchbayes-1"
 _START_ONLY = ("init", "jitter", "norm_scale", "per_example", "scale")  # fields that matter only before training
@@ -177,7 +178,11 @@ def _ordinary_shapes(root: nn.Module) -> dict[str, tuple[int, ...]]:
 
 def _plain_names(root: nn.Module) -> dict[str, str]:
     """Keys of patched parameters, and the names that they have in the unpatched network."""
-    lists = [name.removesuffix(".0") for name, m in root.named_modules(remove_duplicate=False) if isinstance(m, DrawnParameter)]
+    lists = [
+        name.removesuffix(".0")
+        for name, m in root.named_modules(remove_duplicate=False)
+        if isinstance(m, DrawnParameter)
+    ]
     return {f"{name}.original": f".{name}".replace(".parametrizations.", ".")[1:] for name in lists}
 
 

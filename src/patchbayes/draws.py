@@ -198,11 +198,6 @@ class Draws:
         return frozenset(part.scheme for part in self._parts)
 
     @property
-    def num_parts(self) -> int:
-        """How many separately made sets were concatenated."""
-        return len(self._parts)
-
-    @property
     def is_exact(self) -> bool:
         """Whether the draws are a full enumeration, so that averages over them are exact."""
         counters = self._parts[0].counters if len(self._parts) == 1 and self.schemes == {"enumerated"} else ()

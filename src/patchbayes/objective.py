@@ -88,7 +88,8 @@ def negative_elbo(
     Draws are averaged outside the logarithm. This is not the loss of the averaged prediction, which is never larger.
 
     outputs (S, B, C) from `forward_draws` (one draw: `model(x)[None]`): logits for `Categorical`, means for `Gaussian`.
-    targets (B,) class numbers, or (B, D). kl_total (): `kl(model)`, not yet divided by anything. num_data: N.
+    targets (B,) class numbers, or (B, D); with more axes the terms of an example are summed.
+    kl_total (): `kl(model)`, not yet divided by anything. num_data: N.
 
     Deviation: appendix B drops the 1/S once, and Eq. (9) the constants of the Gaussian density; both are here.
     """

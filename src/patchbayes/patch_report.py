@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from .draws import format_count
-from .network import Network
+from .network import Network, Site
 from .posteriors.dropout import DropoutPosterior
 
 
@@ -77,11 +77,11 @@ def number_of_parameters(model: nn.Module) -> int:
 
 
 def report_on(
-    model: nn.Module, network: Network, before: int, skipped: dict[str, str], notes: list[str]
+    model: nn.Module, network: Network, added: list[Site], before: int, skipped: dict[str, str], notes: list[str]
 ) -> PatchReport:
-    """The report on a network that was just patched, which had `before` parameters."""
+    """The report on the sites that were just added to a network, which had `before` parameters."""
     rows = []
-    for site in network.sites:
+    for site in added:
         stored = [site.posterior.stored(name) for name in site.posterior.names]
         every = [*stored, *(site.posterior.stored(name) for name in site.posterior.fixed_names)]
         rows.append(

@@ -11,23 +11,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .draws import Draws, network_of
 from .errors import NothingToPatch, NotPatched, PatchbayesError
-from .network import (
-    Network,
-    Site,
-    component_of,
-    component_statistics,
-    hold,
-    install_root_,
-    install_site_,
-    remove_root_,
-    remove_site_,
-)
+from .network import Network, Site, hold, install_root_, remove_root_
 from .patch_report import PatchReport, number_of_parameters, report_on
 from .posteriors.dropout import Dropout
 from .posteriors.mixture import MixturePosterior
 from .posteriors.posterior import Method, Posterior, own_parameters
 from .prior import LearnedPrior, Prior
 from .selection import Sites, select
+from .sites import component_of, component_statistics, install_site_, remove_site_
 
 Tied = Literal["together", "separate"]
 
@@ -74,13 +65,12 @@ def patch_(
         install_root_(model, network)
     elif prior is not None:
         network.prior = prior
-    for chosen in plan.sites:
-        _install(network, chosen, generator)
+    added = [_install(network, chosen, generator) for chosen in plan.sites]
     order = {name: position for position, (name, _) in enumerate(model.named_modules())}
     network.sites.sort(key=lambda site: order[site.name])
     network.lay_out()
     _watch_optimizers()
-    return report_on(model, network, before, plan.skipped, plan.notes)
+    return report_on(model, network, added, before, plan.skipped, plan.notes)
 
 
 def unpatch_(model: nn.Module, keep: int | Literal["mean"] | Draws = 0) -> None:
@@ -221,7 +211,7 @@ def _check_networkwide(model: nn.Module, plan: _Plan) -> None:
         raise PatchbayesError('patch_: sites with tie="network" share one draw, so their components and p must agree.')
 
 
-def _install(network: Network, chosen: _Chosen, generator: torch.Generator) -> None:
+def _install(network: Network, chosen: _Chosen, generator: torch.Generator) -> Site:
     module = chosen.module
     order = tuple(module._parameters)
     for name in chosen.untie:
@@ -239,6 +229,7 @@ def _install(network: Network, chosen: _Chosen, generator: torch.Generator) -> N
     site = Site(chosen.name, module, chosen.method, chosen.posterior, network, order, chosen.tied, layouts)
     network.sites.append(site)
     install_site_(site)
+    return site
 
 
 def _is_channels_last(value: Tensor) -> bool:

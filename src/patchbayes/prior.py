@@ -82,7 +82,9 @@ def prior_from_config(
     prior = LearnedPrior(model)
     other = set(prior.layers).symmetric_difference(config["learned_layers"])
     if other:
-        raise CheckpointMismatch(f"load_: the file's learned prior is for other layers: {', '.join(sorted(other)[:5])}.")
+        raise CheckpointMismatch(
+            f"load_: the file's learned prior is for other layers: {', '.join(sorted(other)[:5])}."
+        )
     prior.load_state_dict({name: tensors[f"{PRIOR_KEY}.{name}"] for name in ("log_tau", "log_rho")})
     return prior
 
