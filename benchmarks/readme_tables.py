@@ -27,9 +27,10 @@ def training_overhead(record: dict[str, Any]) -> str:
     machine = record["machine"]
     lines += [
         "",
-        f"A training step of a ResNet-18 (CIFAR stem, 100 classes, SGD with momentum), norm and output patched, K = 5; "
-        f"dropout before every norm layer. Median of {record['rounds']} rounds on {machine['processor']}, {machine['threads']} threads, "
-        f"torch {record['versions']['torch']}, commit {record['commit']}. Command: `python benchmarks/training_overhead.py`.",
+        "A training step of a ResNet-18 (CIFAR stem, 100 classes, SGD with momentum), norm and output patched, K = 5; dropout "
+        f"before every norm layer. Median of {record['rounds']} rounds on {machine['processor']}, "
+        f"{machine['threads']} threads, torch {record['versions']['torch']}, commit {record['commit']}. "
+        "Command: `python benchmarks/training_overhead.py`.",
     ]
     return "\n".join(lines)
 
