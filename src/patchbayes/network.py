@@ -62,7 +62,6 @@ class Network:
         self.held: Drawn | None = None
         self.active = 0
         self.restored = False
-        self.tracing = False
         self.warned = False
 
     def lay_out(self) -> None:

@@ -26,8 +26,6 @@ class DrawnParameter(nn.Module):
 
     def forward(self, stored: Tensor) -> Tensor:
         posterior = self.site.posterior
-        if self.site.network.tracing:
-            raise RuntimeError(f'the drawn parameter "{self.name}" of "{self.site.name}" is read outside its module')
         if isinstance(posterior, MixturePosterior) and draws_per_example(self.site):
             neutral = torch.zeros if is_bias(self.name) else torch.ones
             return neutral(stored.shape[1:], dtype=stored.dtype, device=stored.device)
