@@ -50,7 +50,7 @@ class CalibrationBins:
     @property
     def expected_error(self) -> float:
         """ECE: sum over bins of |B_r| / n |accuracy - confidence|, n counting all examples."""
-        weights = self.count[self.count >= self.min_count] / self.num_examples
+        weights = self.count[self.count >= self.min_count].double() / self.num_examples
         return float((weights * self._gaps).sum())
 
     @property
