@@ -29,11 +29,13 @@ def x():
 
 def test_it_gives_the_log_probabilities_of_predict(x):
     model = patched()
-    assert torch.equal(pb.Predictor(model)(x), pb.predict(model, x).log_probs)
-    assert torch.equal(pb.Predictor(model, draws=7)(x), pb.predict(model, x, 7).log_probs)
+    torch.testing.assert_close(pb.Predictor(model)(x), pb.predict(model, x).log_probs)
+    torch.testing.assert_close(pb.Predictor(model, draws=7)(x), pb.predict(model, x, 7).log_probs)
+    iid = pb.predict(model, x, pb.Draws.sample(model, 7)).log_probs
+    torch.testing.assert_close(pb.Predictor(model, draws=7, sampling="iid")(x), iid)
     assert not torch.equal(pb.Predictor(model, draws=7)(x), pb.Predictor(model, draws=8)(x))
     draws = pb.Draws.stratify(model, 6)
-    assert torch.equal(pb.Predictor(model, draws)(x), pb.predict(model, x, draws).log_probs)
+    torch.testing.assert_close(pb.Predictor(model, draws)(x), pb.predict(model, x, draws).log_probs)
 
 
 def test_it_gives_mean_and_variance_for_a_gaussian_likelihood(x):

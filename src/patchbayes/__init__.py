@@ -8,7 +8,7 @@ from .network import drawn, forward_draws
 from .objective import Lambdas, kl, l2_penalty, maximize_prior_, negative_elbo, parameter_groups
 from .patching import is_patched, patch_, patched_sites, unpatch_
 from .posteriors import ECMP, EMP, DropConnect, Dropout, Ensemble, MeanField, Mixture, Shared
-from .prediction import Prediction, Predictor, predict
+from .prediction import Prediction, Predictor, predict, predict_batches
 from .prior import LearnedPrior, Prior
 
 __version__ = "0.1.0"
@@ -43,6 +43,7 @@ __all__ = [
     "patch_",
     "patched_sites",
     "predict",
+    "predict_batches",
     "save",
     "unpatch_",
 ]

@@ -197,11 +197,11 @@ class _Tests:
         half = size // 2
         with undisturbed(clone, network):
             ids = torch.arange(size)
-            (whole,) = loop(clone, network, self.input, draws, ids, lambda y: _tensors(y)[0])
+            ((_, (whole,)),) = loop(clone, network, self.input, draws, ids, lambda y: _tensors(y)[0])
             parts = []
             for piece in (slice(0, half), slice(half, size)):
                 some = tree_map(lambda t, piece=piece: t[piece] if isinstance(t, Tensor) and t.dim() else t, self.input)
-                parts += list(loop(clone, network, some, draws, ids[piece], lambda y: _tensors(y)[0]))
+                parts += [v[0] for _, v in loop(clone, network, some, draws, ids[piece], lambda y: _tensors(y)[0])]
         joined = torch.cat(parts)
         if joined.shape != whole.shape:
             return True, "not tried: the output has no batch axis in front"

@@ -11,7 +11,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -103,9 +103,13 @@ class Drawn:
 
 @dataclass(frozen=True)
 class _Part:
+    """Draws made together. With `heads` R > 1, counter c is draw c // R of the network with its head span drawn anew."""
+
     scheme: Scheme
     seed: int
     counters: range | tuple[int, ...]
+    heads: int = 1
+    head_span: int = -1
 
 
 class Draws:
@@ -154,6 +158,22 @@ class Draws:
             )
         return cls(layout, [_Part("enumerated", 0, range(int(layout.num_outcomes)))])
 
+    def with_heads(self, site: str, heads: int) -> Self:
+        """Each draw `heads` times, with the components of one site (the output layer) drawn anew: S * heads draws.
+
+        A site with one draw group takes each of its components once, weighted with its probability, where `heads` is their
+        number: the average over the site is then exact for each draw of the rest. Other sites are stratified over the
+        heads. The draws of one trunk are not independent of each other; `block_length` counts them as one block.
+        """
+        (number,) = [n for n, span in enumerate(self.layout.spans) if span.name == site]
+        if heads < 1 or any(part.heads > 1 or part.scheme == "enumerated" for part in self._parts):
+            raise PatchbayesError("with_heads: takes sampled or stratified draws, once, and at least one head.")
+        parts = []
+        for part in self._parts:
+            crossed = _as_range([c * heads + head for c in part.counters for head in range(heads)])
+            parts.append(_Part(part.scheme, part.seed, crossed, heads, number))
+        return type(self)(self.layout, parts)
+
     @classmethod
     def concatenate(cls, draws: Sequence[Self]) -> Self:
         """All draws of several, one after the other."""
@@ -182,7 +202,7 @@ class Draws:
         for number, group in itertools.groupby(chosen, lambda i: next(n for n, b in enumerate(bounds[1:]) if i < b)):
             part = self._parts[number]
             counters = _as_range([part.counters[i - bounds[number]] for i in group])
-            parts.append(_Part(part.scheme, part.seed, counters))
+            parts.append(replace(part, counters=counters))
         return type(self)(self.layout, parts)
 
     def __iter__(self) -> Iterator[Self]:
@@ -204,11 +224,38 @@ class Draws:
         return len(counters) > 0 and sorted(counters) == list(range(int(self.layout.num_outcomes)))
 
     @property
+    def has_repeats(self) -> bool:
+        """Whether a draw comes twice, so that the draws are no sample."""
+        made = [(part.scheme, part.seed, part.heads, c) for part in self._parts for c in part.counters]
+        return len(set(made)) < len(made)
+
+    @property
+    def heads(self) -> int:
+        """How many draws share all sites but one (`with_heads`)."""
+        return max((part.heads for part in self._parts), default=1)
+
+    @property
+    def head_groups(self) -> range:
+        """The draw groups of the site that `with_heads` draws anew."""
+        part = next((part for part in self._parts if part.heads > 1), None)
+        if part is None:
+            return range(0)
+        start = self.layout.starts[part.head_span]
+        return range(start, start + self.layout.spans[part.head_span].length)
+
+    @property
     def block_length(self) -> int:
-        """Draws of one stratified block (`Layout.block`) where the draws run through blocks from the start of one, else 1."""
-        counters = self._parts[0].counters if len(self._parts) == 1 and self.schemes == {"stratified"} else ()
-        in_order = isinstance(counters, range) and counters.step == 1 and counters.start % self.layout.block == 0
-        return self.layout.block if in_order else 1
+        """Draws of one independent block where the draws run through blocks from the start of one, else 1.
+
+        A block is `Layout.block` stratified draws (one draw that was sampled), each with all its heads.
+        """
+        if len(self._parts) != 1 or self._parts[0].scheme == "enumerated":
+            return 1
+        (part,) = self._parts
+        length = part.heads * (self.layout.block if part.scheme == "stratified" else 1)
+        counters = part.counters
+        in_order = isinstance(counters, range) and counters.step == 1 and counters.start % length == 0
+        return length if in_order else 1
 
     @property
     def weights(self) -> Tensor:
@@ -225,10 +272,15 @@ class Draws:
                 if span.probabilities is not None:
                     p = torch.tensor(span.probabilities, dtype=torch.float64) * span.outcomes
                     weights *= p[digits[:, start : start + span.length]].prod(dim=1)
+        elif part.heads > 1:
+            span = self.layout.spans[part.head_span]
+            if _marginal(span, part.heads) and span.probabilities is not None:
+                p = torch.tensor(span.probabilities, dtype=torch.float64) * span.outcomes
+                weights *= p[torch.tensor(list(part.counters)) % part.heads]
         return weights
 
     def keys(self) -> Tensor:
-        """A key for each draw, (S,) int64: names the draw's streams of noise and masks."""
+        """A key for each draw, (S,) int64: names the draw's streams of noise and masks (heads share their trunk's)."""
         return torch.cat([torch.zeros(0, dtype=torch.int64), *(_keys(part) for part in self._parts)])
 
     def assignments(self, start: int = 0, stop: int | None = None, device: torch.device | None = None) -> Tensor:
@@ -245,7 +297,13 @@ class Draws:
     def save(self, path: str | Path) -> None:
         """Write the draws as JSON (seeds and counters, and the fingerprint of the layout)."""
         parts = [
-            {"scheme": part.scheme, "seed": part.seed, "counters": _counters_to_json(part.counters)}
+            {
+                "scheme": part.scheme,
+                "seed": part.seed,
+                "counters": _counters_to_json(part.counters),
+                "heads": part.heads,
+                "head_span": part.head_span,
+            }
             for part in self._parts
         ]
         text = json.dumps({"format": "patchbayes-draws-1", "layout": self.layout.fingerprint, "parts": parts}, indent=1)
@@ -259,7 +317,13 @@ class Draws:
             if content["format"] != "patchbayes-draws-1":
                 raise KeyError("format")
             parts = [
-                _Part(_scheme(p["scheme"]), int(p["seed"]), _counters_from_json(p["counters"]))
+                _Part(
+                    _scheme(p["scheme"]),
+                    int(p["seed"]),
+                    _counters_from_json(p["counters"]),
+                    int(p["heads"]),
+                    int(p["head_span"]),
+                )
                 for p in content["parts"]
             ]
             fingerprint = content["layout"]
@@ -313,6 +377,8 @@ def format_count(log10: float) -> str:
 
 
 def _assign(layout: Layout, part: _Part, start: int, stop: int, device: torch.device | None) -> Tensor:
+    if part.heads > 1:
+        return _assign_with_heads(layout, part, start, stop, device)
     if part.scheme == "iid":
         return assign(layout, _keys(part), start, stop, device)
     counters = torch.tensor(list(part.counters), dtype=torch.int64)
@@ -334,6 +400,28 @@ def _assign(layout: Layout, part: _Part, start: int, stop: int, device: torch.de
     if not pieces:
         return torch.zeros(len(counters), 0, dtype=torch.int64, device=device)
     return torch.cat(pieces, dim=-1)
+
+
+def _assign_with_heads(layout: Layout, part: _Part, start: int, stop: int, device: torch.device | None) -> Tensor:
+    counters = list(part.counters)
+    trunk = replace(part, counters=tuple(c // part.heads for c in counters), heads=1)
+    indices = _assign(layout, trunk, start, stop, device)
+    first = layout.starts[part.head_span]
+    span = layout.spans[part.head_span]
+    low, high = max(first, start), min(first + span.length, stop)
+    if low < high:
+        if _marginal(span, part.heads):
+            head = (torch.tensor(counters, device=device) % part.heads).unsqueeze(-1)
+        else:
+            seed = int(fold(torch.tensor(part.seed), 4))
+            head = _assign(layout, _Part("stratified", seed, tuple(counters)), low, high, device)
+        indices[:, low - start : high - start] = head
+    return indices
+
+
+def _marginal(span: Span, heads: int) -> bool:
+    """Whether the heads are all components of the span, once each."""
+    return span.length == 1 and heads == span.outcomes
 
 
 def _inverse_cdf(uniform: Tensor, outcomes: int, p: tuple[float, ...] | None) -> Tensor:
@@ -376,7 +464,7 @@ def _enumerated(layout: Layout, counters: Tensor, start: int, stop: int) -> Tens
 
 
 def _keys(part: _Part) -> Tensor:
-    return fold(fold(torch.tensor(part.seed), 1), torch.tensor(list(part.counters), dtype=torch.int64))
+    return fold(fold(torch.tensor(part.seed), 1), torch.tensor(list(part.counters), dtype=torch.int64) // part.heads)
 
 
 def _overlaps(layout: Layout, start: int, stop: int) -> Iterator[tuple[int, int, int, tuple[float, ...] | None]]:

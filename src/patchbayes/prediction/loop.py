@@ -12,20 +12,29 @@ from ..errors import PatchbayesError
 from ..network import Network, hold
 from ..selection import call, evaluating
 
+#: What an engine gives, a few draws at a time: values (D, B, ...), and for each of the D the draws that it belongs to.
+Outputs = Iterator[tuple[list[list[int]], Tensor]]
+
 
 def loop(
     model: nn.Module, network: Network, inputs: Any, draws: Draws, examples: Tensor, output: Callable[[Any], Tensor]
-) -> Iterator[Tensor]:
-    """The output tensor of each draw in turn, for one batch. Every engine has this signature and gives these numbers."""
+) -> Outputs:
+    """The output tensor of each draw in turn, for one batch. Every engine gives these numbers."""
     device = network.device
     for number in range(len(draws)):
         with hold(network, draws.drawn(number, device, examples)):
             value = output(call(model, inputs))
-        if not (value < torch.inf).all():  # minus infinity is a class that cannot be
-            raise PatchbayesError(
-                f"predict: the output of draw {number} is not finite (NaN or infinity): look at the weights and inputs."
-            )
-        yield value
+        check_finite(value, [[number]])
+        yield [[number]], value.unsqueeze(0)
+
+
+def check_finite(values: Tensor, members: list[list[int]]) -> None:
+    fine = values < torch.inf  # minus infinity is a class that cannot be
+    if not fine.all():
+        bad = int((~fine.flatten(1).all(1)).nonzero()[0])
+        raise PatchbayesError(
+            f"predict: the output of draw {members[bad][0]} is not finite (NaN or infinity): look at the weights and inputs."
+        )
 
 
 @contextlib.contextmanager

@@ -9,11 +9,13 @@ from ..draws import Draws
 
 StandardErrorKind = Literal["exact", "independent draws", "independent blocks", "upper estimate", "unknown"]
 
+_MOST_REPLICATES = 25
+
 
 class Moments:
-    """Weighted running mean and spread of values that come one draw at a time (Welford, West).
+    """Weighted running mean and spread of values that come a few draws at a time, in any order (Chan et al.).
 
-        mean_s = mean_{s-1} + (w_s / W_s) (x_s - mean_{s-1})
+        mean <- mean + (w / W) (mean of the new - mean)
 
     Deviation: Algorithm 1 divides by s + 1 with s starting at 1, which would halve the first value; 1 / s is meant.
     """
@@ -22,26 +24,28 @@ class Moments:
         self.mean = torch.zeros(())
         self.squares = torch.zeros(())
         self.weight = 0.0
-        self.count = 0
 
-    def add(self, value: Tensor, weight: float = 1.0) -> None:
-        if self.count == 0:
-            self.mean, self.squares = torch.zeros_like(value), torch.zeros_like(value)
-        self.count += 1
-        self.weight += weight
-        step = value - self.mean
-        self.mean = self.mean + step * (weight / self.weight) if self.weight else self.mean
-        self.squares = self.squares + weight * step * (value - self.mean)
+    def add(self, values: Tensor, weights: Tensor) -> None:
+        """values (D, ...), weights (D,)."""
+        weights = weights.to(values).reshape(-1, *[1] * (values.dim() - 1))
+        weight = float(weights.sum())
+        if not weight:
+            return
+        mean = values[0] if len(values) == 1 else (weights * values).sum(0) / weight
+        squares = torch.zeros_like(mean) if len(values) == 1 else (weights * (values - mean).square()).sum(0)
+        if not self.weight:
+            self.mean, self.squares, self.weight = mean, squares, weight
+            return
+        total = self.weight + weight
+        step = mean - self.mean
+        self.mean = self.mean + step * (weight / total)
+        self.squares = self.squares + squares + step.square() * (self.weight * weight / total)
+        self.weight = total
 
     @property
     def variance(self) -> Tensor:
         """The weighted mean square around the mean: (1/S) sum_s (x_s - mean)^2 for equal weights."""
         return self.squares / self.weight
-
-    @property
-    def sample_variance(self) -> Tensor:
-        """Unbiased for independent values of equal weight: (1/(S-1)) sum_s (x_s - mean)^2."""
-        return self.variance * self.count / (self.count - 1)
 
 
 class MonteCarloMean:
@@ -51,24 +55,36 @@ class MonteCarloMean:
     draws each, every component its share of times) over the square root of their number, the draws of an incomplete last
     block counted as independent; with fewer than two blocks, or a slice that cuts through them, the formula for independent
     draws, which overestimates. A full enumeration has no Monte-Carlo error. A part of an enumeration, or draws that come
-    twice, are no sample: their error is unknown.
+    twice, are no sample: their error is unknown. More than 25 blocks are joined to at most 25 replicates, so that memory
+    does not grow with the number of draws.
     """
 
     def __init__(self, draws: Draws) -> None:
         self.draws = draws
-        self.block_length = draws.block_length
-        self.is_sample = "enumerated" not in draws.schemes and len(draws.keys().unique()) == len(draws)
+        self.weights = draws.weights
+        self.is_sample = "enumerated" not in draws.schemes and not draws.has_repeats
         self.all = Moments()
-        self.block = Moments()
-        self.blocks = Moments()
+        length = draws.block_length
+        if length > 1 and len(draws) < 2 * length:
+            length = draws.heads  # too few blocks: at least the draws of one trunk stay together
+        self.whole_blocks = length == draws.block_length
+        blocks = len(draws) // length if length > 1 else 0
+        self.num_replicates = min(blocks, _MOST_REPLICATES)
+        self.replicate_length = blocks // self.num_replicates * length if blocks else 0
+        self.replicates: Tensor | None = None
 
-    def add(self, value: Tensor, weight: float) -> None:
-        self.all.add(value, weight)
-        if self.block_length > 1:
-            self.block.add(value)
-            if self.block.count == self.block_length:
-                self.blocks.add(self.block.mean)
-                self.block = Moments()
+    def add(self, members: list[list[int]], values: Tensor) -> None:
+        """values (D, ...): value d belongs to the draws members[d]."""
+        self.all.add(values, torch.stack([self.weights[some].sum() for some in members]))
+        if self.num_replicates >= 2:
+            if self.replicates is None:
+                self.replicates = torch.zeros(
+                    self.num_replicates, *values.shape[1:], dtype=values.dtype, device=values.device
+                )
+            for some, value in zip(members, values, strict=True):
+                for draw in some:
+                    if draw // self.replicate_length < self.num_replicates:
+                        self.replicates[draw // self.replicate_length] += value
 
     @property
     def mean(self) -> Tensor:
@@ -78,24 +94,26 @@ class MonteCarloMean:
     def kind(self) -> StandardErrorKind:
         if self.draws.is_exact:
             return "exact"
-        if self.all.count < 2 or not self.is_sample:
+        if len(self.draws) < 2 or not self.is_sample:
             return "unknown"
-        if self.blocks.count >= 2:
-            return "independent blocks"
+        if self.num_replicates >= 2:
+            return "independent blocks" if self.whole_blocks else "upper estimate"
+        if self.draws.heads > 1:
+            return "unknown"
         return "independent draws" if self.draws.schemes == {"iid"} else "upper estimate"
 
     @property
     def standard_error(self) -> Tensor:
         """Of the mean, in its shape; zero when exact, NaN when unknown."""
-        kind = self.kind
+        kind, number = self.kind, len(self.draws)
         if kind == "exact":
             return torch.zeros_like(self.mean)
         if kind == "unknown":
             return torch.full_like(self.mean, torch.nan)
-        number, rest = self.all.count, self.all.count
-        variance = torch.zeros_like(self.mean)
-        if kind == "independent blocks":
-            rest = number - self.blocks.count * self.block_length
-            variance = self.blocks.count * self.block_length**2 * self.blocks.sample_variance
-        variance = variance + rest * self.all.sample_variance
+        variance, rest = torch.zeros_like(self.mean), number
+        if self.num_replicates >= 2:
+            assert self.replicates is not None
+            rest = number - self.num_replicates * self.replicate_length
+            variance = self.num_replicates * self.replicates.var(dim=0)
+        variance = variance + rest * self.all.variance * number / (number - 1)
         return (variance / number**2).clamp_min(0).sqrt()

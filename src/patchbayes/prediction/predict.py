@@ -1,8 +1,9 @@
 """predict: the posterior predictive of a patched network."""
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -10,20 +11,29 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..draws import Draws, network_of
 from ..errors import PatchbayesError
-from ..likelihoods import Categorical, Gaussian, Likelihood, checked_likelihood
+from ..likelihoods import Categorical, Likelihood, checked_likelihood
 from ..network import Network
-from .loop import loop, undisturbed
-from .moments import MonteCarloMean
-from .prediction import ClassPrediction, Prediction, RegressionPrediction
+from .adaptive import until_sure
+from .averages import average
+from .engine import Engine
+from .loop import undisturbed
+from .prediction import ClassPrediction, Prediction
+
+Sampling = Literal["stratified", "iid"]
 
 
 def predict(
     model: nn.Module,
     inputs: Any,
-    draws: int | Draws = 20,
+    draws: int | Draws | Literal["exact"] = 20,
     *,
     likelihood: Likelihood | None = None,
     keep_draws: bool = False,
+    tolerance: float | None = None,
+    sampling: Sampling = "stratified",
+    engine: Literal["auto", "loop"] = "auto",
+    compile: bool = False,
+    memory_limit: int | None = None,
     generator: torch.Generator | None = None,
     select: Callable[[Any], Any] | None = None,
     output: Callable[[Any], Tensor] | None = None,
@@ -33,36 +43,104 @@ def predict(
     inputs      a tensor (one batch), a tuple (several arguments) or mapping (keywords) of tensors, or any iterable of batches
                 such as a DataLoader; of a batch that is a tuple or list the first element is the input, the rest (labels)
                 is left, unless `select` says otherwise. Batches go to the network's device.
-    draws       a number S of independent draws, or `Draws`; the same draws serve all inputs.
+    draws       a number S of draws, or `Draws`; the same draws serve all inputs. Where S or fewer distinct networks exist
+                all are taken, with their probabilities: no Monte-Carlo error. "exact" demands that.
     likelihood  `Categorical()` (default) for a `ClassPrediction`, `Gaussian(precision)` for a `RegressionPrediction`.
     keep_draws  keep what each draw said; memory then grows with S. Needed for quantiles, log_prob and samples.
+    tolerance   stop early: for each input, draw until the Monte-Carlo standard error of its largest probability (of its mean,
+                relative to the predictive deviation, in regression) is below this with 90 % confidence, or `draws` are used up.
+    sampling    how a number of draws is made: "stratified" (every component equally often, less error), or "iid" (the paper).
+    engine      "auto": share all work that draws have in common; "loop": a forward pass for each, the readable path. Both
+                give the same numbers up to rounding; `prediction.plan` tells what was done.
+    compile     run the traced stages through torch.compile.
+    memory_limit  bytes that draws computed together may take; by default a quarter of what is free.
     generator   source of the seed where `draws` is a number; without one the seed is 0, so that a call can be repeated.
     select      batch -> inputs, for batches that are made otherwise.
     output      network output -> tensor, for networks that return something else (a `.logits` attribute is found).
 
     The network runs in evaluation mode without gradients and comes back exactly as it was, also after an error.
     """
-    network: Network = network_of(model)
-    chosen = _checked_draws(model, network, draws, generator)
-    likelihood = checked_likelihood(likelihood or Categorical())
-    parts: list[Prediction] = []
-    first = 0
-    with undisturbed(model, network):
-        for batch in _batches(inputs, select):
-            batch = _to_device(batch, network.device)
-            size = _batch_size(batch)
-            examples = torch.arange(first, first + size)
-            values = loop(model, network, batch, chosen, examples, output or _as_tensor)
-            if isinstance(likelihood, Categorical):
-                parts.append(_predict_classes(values, chosen, likelihood, keep_draws))
-            else:
-                parts.append(_predict_means(values, chosen, likelihood, keep_draws))
-            first += size
+    options = Options(
+        likelihood=likelihood,
+        keep_draws=keep_draws,
+        tolerance=tolerance,
+        sampling=sampling,
+        engine=engine,
+        compile=compile,
+        memory_limit=memory_limit,
+        generator=generator,
+        select=select,
+        output=output,
+    )
+    with undisturbed(model, network_of(model)):
+        parts = list(predict_batches(model, inputs, draws, **options))
     if not parts:
         raise PatchbayesError(
             "predict: the inputs hold no batch; an iterable must give at least one (is the loader empty?)."
         )
     return parts[0] if len(parts) == 1 else type(parts[0]).concatenate(parts)
+
+
+class Options(TypedDict, total=False):
+    """The keywords of `predict`."""
+
+    likelihood: Likelihood | None
+    keep_draws: bool
+    tolerance: float | None
+    sampling: Sampling
+    engine: Literal["auto", "loop"]
+    compile: bool
+    memory_limit: int | None
+    generator: torch.Generator | None
+    select: Callable[[Any], Any] | None
+    output: Callable[[Any], Tensor] | None
+
+
+def predict_batches(
+    model: nn.Module, inputs: Any, draws: int | Draws | Literal["exact"] = 20, **options: Unpack[Options]
+) -> Iterator[Prediction]:
+    """`predict` as a stream: a prediction for each batch, as soon as it is there. Memory does not grow with the batches.
+
+    Arguments as in `predict`. Between two batches the network is as it was, and may be used otherwise. Shows its progress on
+    a terminal.
+    """
+    network: Network = network_of(model)
+    model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    engine, tolerance = options.get("engine", "auto"), options.get("tolerance")
+    keep_draws, output = options.get("keep_draws", False), options.get("output") or _as_tensor
+    if engine not in ("auto", "loop"):
+        raise PatchbayesError(f'predict(engine={engine!r}): give "auto" or "loop".')
+    if tolerance is not None and not tolerance > 0:
+        raise PatchbayesError(f"predict(tolerance={tolerance!r}): the wanted standard error is above 0.")
+    if tolerance is not None and keep_draws:
+        raise PatchbayesError(
+            "predict: with a tolerance inputs use different draws, so keep_draws cannot keep them all."
+        )
+    chosen = make_draws(model, network, draws, options.get("sampling", "stratified"), options.get("generator"))
+    likelihood = checked_likelihood(options.get("likelihood") or Categorical())
+    machine = Engine(
+        model,
+        network,
+        chosen,
+        compile=options.get("compile", False),
+        memory_limit=options.get("memory_limit"),
+        by_loop=engine == "loop",
+    )
+    first = 0
+    for batch in _progress(_batches(inputs, options.get("select")), inputs):
+        with undisturbed(model, network), torch.inference_mode():
+            batch = _to_device(batch, network.device)
+            size = _batch_size(batch)
+            examples = torch.arange(first, first + size)
+            if first == 0 and engine == "auto" and isinstance(draws, int):  # heads, if any, then serve all batches
+                machine.marginalize_head_(batch, examples, output)
+            if tolerance is not None and not chosen.is_exact:
+                prediction: Any = until_sure(machine, batch, examples, output, likelihood, tolerance)
+            else:
+                outputs = machine.outputs(batch, examples, output)
+                prediction = average(outputs, machine.draws, likelihood, keep_draws, machine.plan)
+        first += size
+        yield prediction.usable()
 
 
 class Predictor(nn.Module):
@@ -75,16 +153,17 @@ class Predictor(nn.Module):
     def __init__(
         self,
         model: nn.Module,
-        draws: int | Draws = 20,
+        draws: int | Draws | Literal["exact"] = 20,
         likelihood: Likelihood | None = None,
         *,
+        sampling: Sampling = "stratified",
         generator: torch.Generator | None = None,
         select: Callable[[Any], Any] | None = None,
         output: Callable[[Any], Tensor] | None = None,
     ) -> None:
         super().__init__()
         self.model = model
-        self.draws = _checked_draws(model, network_of(model), draws, generator)
+        self.draws = make_draws(model, network_of(model), draws, sampling, generator)
         self.likelihood = checked_likelihood(likelihood or Categorical())
         self.select, self.output = select, output
 
@@ -100,67 +179,12 @@ class Predictor(nn.Module):
         return prediction.mean, prediction.variance
 
 
-def _predict_classes(values: Iterator[Tensor], draws: Draws, likelihood: Categorical, keep: bool) -> ClassPrediction:
-    probs, entropy = MonteCarloMean(draws), MonteCarloMean(draws)
-    log_mean = torch.full((), -torch.inf)  # beside the mean, since probabilities may underflow
-    kept: list[Tensor] = []
-    dtype = torch.float32
-    for value, weight in zip(values, draws.weights.tolist(), strict=True):
-        dtype = torch.promote_types(value.dtype, torch.float32)
-        draw_log_probs = likelihood.log_probs(value.to(_accumulator(value)))
-        draw_probs = draw_log_probs.exp()
-        probs.add(draw_probs, weight)
-        if weight:
-            log_mean = torch.logaddexp(log_mean.to(draw_log_probs), draw_log_probs + math.log(weight))
-        entropy.add(torch.special.entr(draw_probs).sum(-1), weight)
-        if keep:
-            kept.append(draw_probs.to(dtype))
-    return ClassPrediction(
-        num_draws=len(draws),
-        standard_error_kind=probs.kind,
-        weights=draws.weights,
-        probs=probs.mean.to(dtype),
-        log_probs=log_mean.to(dtype),
-        standard_error=probs.standard_error.to(dtype),
-        expected_entropy=entropy.mean.to(dtype),
-        draw_probs=torch.stack(kept) if keep else None,
-    )
-
-
-def _predict_means(values: Iterator[Tensor], draws: Draws, likelihood: Gaussian, keep: bool) -> RegressionPrediction:
-    means, products = MonteCarloMean(draws), MonteCarloMean(draws)
-    kept: list[Tensor] = []
-    dtype, origin = torch.float32, torch.zeros(())
-    for value, weight in zip(values, draws.weights.tolist(), strict=True):
-        dtype = torch.promote_types(value.dtype, torch.float32)
-        value = value.unsqueeze(-1) if value.dim() == 1 else value
-        if value.dim() != 2:
-            raise PatchbayesError(
-                f"predict: a regression network returns (B, D) or (B,), this one {tuple(value.shape)}.\n"
-                "  do       pass output=lambda y: y.flatten(1)."
-            )
-        wide = value.to(_accumulator(value))
-        origin = wide if means.all.count == 0 else origin
-        means.add(wide, weight)
-        centered = wide - origin  # shifted by the first draw, so that products do not cancel
-        products.add(centered.unsqueeze(-1) * centered.unsqueeze(-2), weight)
-        if keep:
-            kept.append(value.to(dtype))
-    shift = means.mean - origin
-    covariance = products.mean - shift.unsqueeze(-1) * shift.unsqueeze(-2)
-    return RegressionPrediction(
-        num_draws=len(draws),
-        standard_error_kind=means.kind,
-        weights=draws.weights,
-        mean=means.mean.to(dtype),
-        standard_error=means.standard_error.to(dtype),
-        epistemic_covariance=covariance.to(dtype),
-        precision=float(likelihood.precision),
-        draw_means=torch.stack(kept) if keep else None,
-    )
-
-
-def _checked_draws(model: nn.Module, network: Network, draws: Any, generator: torch.Generator | None) -> Draws:
+def make_draws(
+    model: nn.Module, network: Network, draws: Any, sampling: Sampling, generator: torch.Generator | None
+) -> Draws:
+    """The draws that `predict` means by a number, by "exact", or by `Draws`."""
+    if sampling not in ("stratified", "iid"):
+        raise PatchbayesError(f'predict(sampling={sampling!r}): give "stratified" or "iid".')
     if isinstance(draws, Draws):
         if generator is not None:
             raise PatchbayesError("generator= is for making draws; the draws given were made already.")
@@ -168,7 +192,11 @@ def _checked_draws(model: nn.Module, network: Network, draws: Any, generator: to
         if not len(draws):
             raise PatchbayesError("predict: the given Draws hold no draw; at least one is needed.")
         return draws
-    return Draws.sample(model, draws, generator)
+    if draws == "exact":
+        return Draws.enumerate(model)
+    made = (Draws.stratify if sampling == "stratified" else Draws.sample)(model, draws, generator)
+    few = network.layout.log10_outcomes < math.log10(len(made) + 0.5)
+    return Draws.enumerate(model) if few else made
 
 
 def _batches(inputs: Any, select: Callable[[Any], Any] | None) -> Iterator[Any]:
@@ -212,5 +240,15 @@ def _as_tensor(value: Any) -> Tensor:
     )
 
 
-def _accumulator(value: Tensor) -> torch.dtype:
-    return torch.float32 if value.device.type == "mps" else torch.float64
+def _progress(batches: Iterator[Any], inputs: Any) -> Iterator[Any]:
+    """The batches, with their number on the terminal where there is one and more than one batch."""
+    if not sys.stderr.isatty() or isinstance(inputs, Tensor | tuple | Mapping):
+        yield from batches
+        return
+    total = f" of {len(inputs)}" if hasattr(inputs, "__len__") else ""
+    try:
+        for number, batch in enumerate(batches, start=1):
+            print(f"\rpredicting batch {number}{total} ", end="", file=sys.stderr, flush=True)
+            yield batch
+    finally:
+        print("\r" + " " * 48 + "\r", end="", file=sys.stderr, flush=True)

@@ -9,8 +9,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from ..draws import Draws
 from ..errors import PatchbayesError
 from .moments import StandardErrorKind
+from .plan import Plan
 
 
 @dataclass(frozen=True)
@@ -30,11 +32,17 @@ class Prediction:
     standard_error_kind  where `standard_error` comes from; "exact" after enumeration, "unknown" (then NaN) with one draw,
                          draws that come twice, or a part of an enumeration.
     weights              the weight of each draw, (S,) float64.
+    draws                the draws themselves: pass them to `predict` again to compare networks, inputs or engines.
+    plan                 what was computed, and how much of it was shared; print it.
+    draws_used           (B,) int64: S, or fewer where `tolerance` stopped early.
     """
 
     num_draws: int
     standard_error_kind: StandardErrorKind
     weights: Tensor
+    draws: Draws
+    plan: Plan
+    draws_used: Tensor
 
     def __len__(self) -> int:
         """B, the number of inputs."""
@@ -71,8 +79,14 @@ class Prediction:
         }
         return dataclasses.replace(first, **joined)
 
+    def usable(self) -> Self:
+        """The same with ordinary tensors, where those were made in inference mode."""
+        made: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        made = {name: v.clone() for name, v in made.items() if isinstance(v, Tensor) and v.is_inference()}
+        return dataclasses.replace(self, **made)
+
     def _per_input(self) -> dict[str, Tensor]:
-        skip = {"num_draws", "standard_error_kind", "weights", "precision", *self._per_draw()}
+        skip = {"num_draws", "standard_error_kind", "weights", "draws", "plan", "precision", *self._per_draw()}
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in skip}
 
     def _per_draw(self) -> tuple[str, ...]:
