@@ -12,7 +12,6 @@ from patchbayes.draws import network_of
 from patchbayes.errors import PatchbayesError, TooManyOutcomes
 from patchbayes.nets import cifar_resnet20, mlp, small_cnn
 from patchbayes.prediction import engine as engine_module
-from patchbayes.prediction.engine import _Chunks
 from patchbayes.prediction.execution import Execution, plan_walk
 from patchbayes.prediction.graph import trace
 from zoo import ZOO
@@ -527,28 +526,40 @@ def test_running_out_of_memory_halves_the_chunk(monkeypatch):
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
         return plain(self, start, stop)
 
-    monkeypatch.setattr(Execution, "chunk", narrow)
     monkeypatch.setattr(engine_module, "_WORTH_FOLDING", math.inf)
+    pb.predict(model, x, draws)  # calibrates
+    known = next(iter(engine_module._known[network_of(model)].values()))
+    known.chunk = dict.fromkeys(known.chunk, 16)
+    monkeypatch.setattr(Execution, "chunk", narrow)
     assert_same(pb.predict(model, x, draws), pb.predict(model, x, draws, engine="loop"), 1e-5)
     assert refused == [16, 8]
 
 
-def test_the_chunk_is_chosen_by_what_was_fastest():
-    remembered = {}
-    chunks = _Chunks(remembered, "form", 1000)
-    times = {1: 100e-6, 16: 20e-6, 64: 10e-6, 256: 30e-6}
-    tried = []
-    while not chunks.settled:
-        tried.append(chunks.size)
-        chunks.note(chunks.size, times[chunks.size])
-    assert tried == [1, 1, 16, 64, 256]
-    assert remembered == {"form": 64}
-    assert _Chunks(remembered, "form", 1000).size == 64
-    slow = _Chunks({}, "form", 1000)
-    slow.note(1, 1.0)
-    slow.note(1, 1.0)
-    assert slow.settled
-    assert slow.size == 1
+def test_the_chunk_is_what_was_fastest_and_a_repeated_prediction_is_the_same_to_the_bit(monkeypatch):
+    model = small_cnn(size=8)
+    pb.patch_(model, pb.ECMP(3))
+    x = torch.rand(2, 1, 8, 8)
+    clock = iter(range(10**6))
+    speed = {1: 100, 16: 20, 64: 30}  # of one draw
+    plain, sizes = Execution.chunk, []
+
+    def watched(self, start, stop):
+        sizes.append(stop - start)
+        return plain(self, start, stop)
+
+    def now():
+        return next(clock) * 1e-9 + sum(size * speed.get(size, 0) * 1e-6 for size in sizes)
+
+    monkeypatch.setattr(Execution, "chunk", watched)
+    monkeypatch.setattr(engine_module.time, "perf_counter", now)
+    draws = pb.Draws.sample(model, 130)
+    first = pb.predict(model, x, draws)
+    assert first.plan.chunk == 130 % 16 or first.plan.chunk == 16
+    assert sizes.count(16) == 1 + 130 // 16
+    sizes.clear()
+    second = pb.predict(model, x, draws)
+    assert sizes == [16] * 8 + [2]
+    assert torch.equal(first.probs, second.probs)
 
 
 @pytest.mark.slow

@@ -415,8 +415,8 @@ def test_tuples_spread_over_arguments_and_mappings_over_keywords():
     both = pb.predict(model, (a, b), draws[0]).probs
     torch.testing.assert_close(both, expected)
     assert not torch.allclose(both, pb.predict(model, a, draws[0]).probs)
-    assert torch.equal(both, pb.predict(model, {"b": b, "a": a}, draws[0]).probs)
-    assert torch.equal(pb.predict(model, (a,), draws).probs, pb.predict(model, a, draws).probs)
+    torch.testing.assert_close(both, pb.predict(model, {"b": b, "a": a}, draws[0]).probs)
+    torch.testing.assert_close(pb.predict(model, (a,), draws).probs, pb.predict(model, a, draws).probs)
 
 
 def iterables(x, y):
@@ -451,7 +451,7 @@ def test_select_says_what_of_a_batch_is_the_input():
     both = pb.predict(model, loader, 4, select=lambda batch: (batch[1], batch[2]))
     torch.testing.assert_close(both.probs, pb.predict(model, (a, b), 4).probs)
     keywords = pb.predict(model, loader, 4, select=lambda batch: {"a": batch[1], "b": batch[2]})
-    assert torch.equal(keywords.probs, both.probs)
+    torch.testing.assert_close(keywords.probs, both.probs)
 
 
 @pytest.mark.parametrize("make", [lambda a: (torch.arange(6), a), lambda a: {"labels": torch.arange(6), "a": a}])
@@ -459,7 +459,9 @@ def test_select_also_applies_to_a_single_batch(make):
     model, a, _ = two_inputs()
     batch = make(a)
     key = "a" if isinstance(batch, dict) else 1
-    assert torch.equal(pb.predict(model, batch, 4, select=lambda b: b[key]).probs, pb.predict(model, a, 4).probs)
+    torch.testing.assert_close(
+        pb.predict(model, batch, 4, select=lambda b: b[key]).probs, pb.predict(model, a, 4).probs
+    )
 
 
 class Wrapped(nn.Module):
@@ -726,8 +728,8 @@ def test_prediction_under_inference_mode_leaves_a_network_that_trains():
     expected = pb.predict(model, x, 4).probs
     with torch.inference_mode():
         frozen = x.clone()
-        assert torch.equal(pb.predict(model, frozen, 4).probs, expected)
-    assert torch.equal(pb.predict(model, frozen, 4).probs, expected)
+        torch.testing.assert_close(pb.predict(model, frozen, 4).probs, expected)
+    torch.testing.assert_close(pb.predict(model, frozen, 4).probs, expected)
     model.train()(x).sum().backward()
     assert model.hidden.weight.grad is not None
 

@@ -257,7 +257,7 @@ class Draws:
         in_order = isinstance(counters, range) and counters.step == 1 and counters.start % length == 0
         return length if in_order else 1
 
-    @property
+    @functools.cached_property
     def weights(self) -> Tensor:
         """The weight of each draw in an average, (S,) float64, summing to one."""
         none = torch.zeros(0, dtype=torch.float64)

@@ -32,7 +32,7 @@ def _classes(outputs: Outputs, draws: Draws, likelihood: Categorical, keep: bool
         draw_probs = log_probs.exp()
         probs.add(members, draw_probs)
         entropy.add(members, torch.special.entr(draw_probs).sum(-1))
-        weights = torch.stack([draws.weights[some].sum() for some in members]).to(log_probs)
+        weights = probs.weights_of(members).to(log_probs)
         log_weights = weights.log().reshape(-1, *[1] * (log_probs.dim() - 1))
         log_mean = torch.logaddexp(log_mean.to(log_probs), torch.logsumexp(log_probs + log_weights, dim=0))
         if kept is not None:

@@ -72,13 +72,12 @@ class Engine:
 
     def outputs(self, inputs: Any, examples: Tensor, output: Callable[[Any], Tensor]) -> Outputs:
         """The outputs of all draws for one batch."""
-        if self.by_loop:
-            self.plan.fallback = "as asked for"
+        if self.by_loop or len(self.draws) == 1:
+            self.plan.fallback = "as asked for" if self.by_loop else "a single draw"
             return loop(self.model, self.network, inputs, self.draws, examples, output)
         known, arguments = self._known(inputs, examples, output)
-        if known.graph is None or len(self.draws) == 1:
-            reason = known.fallback if known.graph is None else "a single draw"
-            self.plan.engine, self.plan.fallback = "loop", reason
+        if known.graph is None:
+            self.plan.engine, self.plan.fallback = "loop", known.fallback
             return loop(self.model, self.network, inputs, self.draws, examples, output)
         return self._by_stages(known, known.graph, arguments, examples, output)
 
@@ -88,6 +87,8 @@ class Engine:
         A site with one draw group (EMP) is averaged over all its components, exactly; of others as many heads are drawn as
         cost a tenth of a pass, counting 50 operations to pick the component of one element.
         """
+        if len(self.draws) == 1:
+            return
         known, _ = self._known(inputs, examples, output)
         if known.graph is None or not any(known.flops) or self.draws.is_exact:
             return
@@ -112,7 +113,7 @@ class Engine:
             known = _look_up(self.model, self.network, arguments, self.compile)
         except Untraceable as error:
             return _Known(None, str(error)), {}
-        if known.graph is not None and not known.checked and len(self.draws) > 1:
+        if known.graph is not None and not known.checked:
             self._check(known, inputs, arguments, examples, output)
         return known, arguments
 
@@ -131,34 +132,61 @@ class Engine:
         output: Callable[[Any], Tensor],
     ) -> Outputs:
         walk = self._walk_of(graph)
+        form = (tuple(_like(tensor) for tensor in _tensors(arguments)), torch.get_num_threads())
+        if form not in known.chunk:
+            known.chunk[form] = self._calibrate(known, graph, arguments, examples)
         execution = Execution(graph, self.network, self.draws, walk, arguments, examples)
         execution.fold = known.foldable and not self.compile
-        form = (tuple((t.shape, t.dtype, t.device) for t in _tensors(arguments)), torch.get_num_threads())
-        chunks = _Chunks(known.chunk, form, len(walk.order))
         self._describe(known, graph, walk)
-        position = 0
+        position, most = 0, _FOLDS[-1]
         while position < len(walk.order):
-            size = chunks.size if execution.fold else 1
-            known.bytes[form] = max(known.bytes.get(form, 0), execution.bytes_per_draw)
-            size = max(1, min(size, self.memory_limit // (3 * max(known.bytes[form], 1))))
+            held = max(known.bytes.get(form, 0), execution.bytes_per_draw)
+            known.bytes[form] = held
+            size = max(1, min(known.chunk[form], most, self.memory_limit // (3 * max(held, 1))))
             stop = min(position + size, len(walk.order))
-            before = execution.work
-            began = time.perf_counter()
             try:
                 entries = execution.chunk(position, stop)
             except RuntimeError as error:
                 if size == 1 or not out_of_memory(error):
                     raise
-                chunks.limit(size // 2)
+                most = size // 2
                 continue
             members = walk.members[position:stop]
             values = _collect(entries, output)
-            chunks.note(stop - position, (time.perf_counter() - began) / max(execution.work - before, 1))
             check_finite(values, members)
-            known.foldable = known.foldable and (execution.fold or self.compile)
-            self.plan.chunk = chunks.size if execution.fold else 1
+            self.plan.chunk = size
             yield members, values
             position = stop
+
+    def _calibrate(self, known: _Known, graph: StageGraph, arguments: dict[str, Any], examples: Tensor) -> int:
+        """How many draws to compute together: the fastest of a few sizes, timed on the first draws.
+
+        Timed apart from the prediction and remembered, so that a prediction that is repeated is repeated to the bit.
+        """
+        walk = self._walk_of(graph)
+        if self.compile or not known.foldable or len(walk.order) < 4:
+            return 1
+        best, chosen, held = float("inf"), 1, 1
+        for size in _FOLDS:
+            if size > 1 and (size > len(walk.order) or 3 * held * size > self.memory_limit):
+                break
+            execution = Execution(graph, self.network, self.draws, walk, arguments, examples)
+            warm = min(size, 2)
+            execution.chunk(0, warm)
+            before, began = execution.work, time.perf_counter()
+            try:
+                execution.chunk(warm, min(warm + size, len(walk.order)))
+            except RuntimeError as error:
+                if size == 1 or not out_of_memory(error):
+                    raise
+                break
+            held = max(held, execution.bytes_per_draw)
+            times = (time.perf_counter() - began) / max(execution.work - before, 1)
+            known.foldable = execution.fold
+            if not execution.fold or (size == 1 and times > _WORTH_FOLDING) or times > 0.95 * best:
+                return chosen if size > 1 else 1
+            best, chosen = times, size
+        return chosen
 
     def _describe(self, known: _Known, graph: StageGraph, walk: Walk) -> None:
         names = [site.name for site in self.network.sites]
@@ -233,45 +261,6 @@ class _Inspection(Execution):
         return outputs
 
 
-class _Chunks:
-    """How many draws go together: found by trying sizes on real work, remembered for the form of call."""
-
-    def __init__(self, remembered: dict[Any, int], form: Any, number: int) -> None:
-        self.remembered, self.form = remembered, form
-        self.sizes = [size for size in _FOLDS if size == 1 or size <= 2 * number]
-        self.most = max(self.sizes)
-        self.settled = form in remembered
-        self.place = 0
-        self.warm = False
-        self.best = (float("inf"), 1)
-
-    @property
-    def size(self) -> int:
-        chosen = self.remembered[self.form] if self.settled else self.sizes[self.place]
-        return min(chosen, self.most)
-
-    def note(self, size: int, seconds: float) -> None:
-        """Seconds for an operation when `size` draws went together; the first chunk of a size only warms up."""
-        if self.settled:
-            return
-        if not self.warm:
-            self.warm = True
-            if self.place == 0:
-                return
-        if seconds < 0.95 * self.best[0]:
-            self.best = (seconds, self.sizes[self.place])
-            worth = self.place > 0 or seconds < _WORTH_FOLDING
-            if worth and self.place + 1 < len(self.sizes):
-                self.place += 1
-                return
-        self.settled = True
-        self.remembered[self.form] = self.best[1]
-
-    def limit(self, most: int) -> None:
-        """After running out of memory: never more than this again."""
-        self.most = max(1, most)
-
-
 def _look_up(model: nn.Module, network: Network, arguments: dict[str, Any], compile: bool) -> _Known:
     constants = {name: value for name, value in arguments.items() if not _tensors(value)}
     structure = tuple((id(module), *_state(module)) for module in model.modules())
@@ -321,6 +310,12 @@ def _collect(entries: list[Any], output: Callable[[Any], Tensor]) -> Tensor:
         except RuntimeError:
             pass
     return torch.stack([output(entry.output(0)) for entry in entries])
+
+
+def _like(tensor: Tensor) -> tuple[Any, ...]:
+    """Shape and kind, batches of about the same size taken together."""
+    batch = tensor.shape[0].bit_length() if tensor.dim() else 0
+    return batch, tensor.shape[1:], tensor.dtype, tensor.device
 
 
 def _tensors(values: Any) -> list[Tensor]:

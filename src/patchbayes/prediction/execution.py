@@ -43,10 +43,9 @@ def plan_walk(graph: StageGraph, network: Network, draws: Draws) -> Walk:
     columns = [identities[number] for number in graph.sites]
     keys, distinct = [], []
     for stage in graph.stages:
-        seen: dict[tuple[int, ...], int] = {}
         mine = [identities[number] for number in stage.sites]
-        keys.append([seen.setdefault(tuple(column[d] for column in mine), len(seen)) for d in range(len(draws))])
-        distinct.append(len(seen))
+        keys.append(_numbered(list(zip(*mine, strict=True)) if mine else [()] * len(draws)))
+        distinct.append(max(keys[-1]) + 1)
     by_result: dict[int, list[int]] = {}
     for draw, key in enumerate(keys[graph.result]):
         by_result.setdefault(key, []).append(draw)
@@ -60,11 +59,17 @@ def _identities(posterior: Posterior, draws: Draws) -> list[int]:
     if posterior.unbounded or groups > _FEW_GROUPS:
         if posterior.offset in draws.head_groups:
             return list(range(len(draws)))
-        return torch.unique(draws.keys(), return_inverse=True)[1].tolist()
+        return _numbered(draws.keys().tolist())
     if not groups:
         return [0] * len(draws)
     rows = draws.assignments(posterior.offset, posterior.offset + groups)
-    return torch.unique(rows, dim=0, return_inverse=True)[1].tolist()
+    return _numbered([row.tobytes() for row in rows.numpy()])
+
+
+def _numbered(values: list[Any]) -> list[int]:
+    """Equal values get equal numbers, in the order of appearance."""
+    seen: dict[Any, int] = {}
+    return [seen.setdefault(value, len(seen)) for value in values]
 
 
 @dataclass
@@ -90,6 +95,10 @@ class Execution:
         self.arguments, self.examples = arguments, examples
         self.kept: list[dict[int, _Entry]] = [{} for _ in graph.stages]
         self.fold = True
+        noisy = {n for n, site in enumerate(network.sites) if site.posterior.unbounded}
+        self.apart = {
+            n for n, stage in enumerate(graph.stages) if stage.own & noisy
+        }  # noise is drawn for one draw at a time
         self.work = 0
         self.last_use = [
             {walk.keys[stage][draw]: place for place, draw in enumerate(walk.order)}
@@ -133,7 +142,7 @@ class Execution:
 
     def _compute(self, number: int, stage: Stage, needed: dict[int, int], drawn: dict[int, Drawn]) -> None:
         self.work += len(needed) * stage.num_operations
-        if len(needed) > 1 and self.fold:
+        if len(needed) > 1 and self.fold and number not in self.apart:
             try:
                 values = self._together(stage, list(needed.values()))
                 for index, key in enumerate(needed):

@@ -24,12 +24,14 @@ class Stage:
     """Operations that depend on the same sites.
 
     sites     numbers of those sites, in the order of execution.
+    own       numbers of the sites that run in this stage.
     inputs    where the arguments of `run` come from: ("input", name of a model input) or (number of a stage, its output).
     outputs   how many values other stages (or the result) take from this one.
     run       the operations: arguments -> tuple of outputs.
     """
 
     sites: tuple[int, ...]
+    own: frozenset[int]
     inputs: list[tuple[int | str, int | str]]
     outputs: int
     run: Callable[..., tuple[Any, ...]]
@@ -148,12 +150,14 @@ def _cut(
 ) -> StageGraph:
     modules = dict(model.named_modules(remove_duplicate=False))
     order: list[int] = []
+    runs: dict[fx.Node, list[int]] = {}
     depends: dict[fx.Node, frozenset[int]] = {}
     for node in graph.nodes:
         sites = set(itertools.chain.from_iterable(depends[argument] for argument in node.all_input_nodes))
         if node.op == "call_module":
             inside = [n for m in modules[str(node.target)].modules() for n in site_modules.get(m, [])]
             order += [number for number in inside if number not in order]
+            runs[node] = inside
             sites |= set(inside)
         depends[node] = frozenset(sites)
     order += [number for number in range(len(network.sites)) if number not in order]
@@ -178,7 +182,8 @@ def _cut(
                 exported[node] = counts[number]
                 counts[number] += 1
     for key in keys:
-        stages.append(_stage(model, groups[key], key, depends, exported, number_of, result, rank))
+        own = frozenset(itertools.chain.from_iterable(runs.get(node, []) for node in groups[key]))
+        stages.append(_stage(model, groups[key], key, own, depends, exported, number_of, result, rank))
     names = [str(node.target) for node in graph.nodes if node.op == "placeholder"]
     return StageGraph(stages, order, number_of[depends[result]], names, opaque)
 
@@ -205,6 +210,7 @@ def _stage(
     model: nn.Module,
     nodes: list[fx.Node],
     key: frozenset[int],
+    own: frozenset[int],
     depends: dict[fx.Node, frozenset[int]],
     exported: dict[fx.Node, int],
     number_of: dict[frozenset[int], int],
@@ -239,7 +245,7 @@ def _stage(
     graph.output(tuple(outputs))
     module = fx.GraphModule(model, graph)
     operations = sum(node.op.startswith("call") for node in nodes)
-    return Stage(tuple(sorted(key, key=lambda n: rank[n])), inputs, len(outputs), module, operations)
+    return Stage(tuple(sorted(key, key=lambda n: rank[n])), own, inputs, len(outputs), module, operations)
 
 
 def clone_tensors(values: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -61,7 +61,7 @@ class MonteCarloMean:
 
     def __init__(self, draws: Draws) -> None:
         self.draws = draws
-        self.weights = draws.weights
+        self.weights = draws.weights.tolist()
         self.is_sample = "enumerated" not in draws.schemes and not draws.has_repeats
         self.all = Moments()
         length = draws.block_length
@@ -75,16 +75,20 @@ class MonteCarloMean:
 
     def add(self, members: list[list[int]], values: Tensor) -> None:
         """values (D, ...): value d belongs to the draws members[d]."""
-        self.all.add(values, torch.stack([self.weights[some].sum() for some in members]))
+        self.all.add(values, self.weights_of(members))
         if self.num_replicates >= 2:
             if self.replicates is None:
                 self.replicates = torch.zeros(
                     self.num_replicates, *values.shape[1:], dtype=values.dtype, device=values.device
                 )
-            for some, value in zip(members, values, strict=True):
-                for draw in some:
-                    if draw // self.replicate_length < self.num_replicates:
-                        self.replicates[draw // self.replicate_length] += value
+            pairs = [(d // self.replicate_length, row) for row, some in enumerate(members) for d in some]
+            pairs = [(replicate, row) for replicate, row in pairs if replicate < self.num_replicates]
+            replicates, rows = torch.tensor(pairs, dtype=torch.int64, device=values.device).reshape(-1, 2).unbind(1)
+            self.replicates.index_add_(0, replicates, values[rows])
+
+    def weights_of(self, members: list[list[int]]) -> Tensor:
+        """The weight of each value in the average, (D,) float64."""
+        return torch.tensor([sum(self.weights[draw] for draw in some) for some in members], dtype=torch.float64)
 
     @property
     def mean(self) -> Tensor:
