@@ -132,7 +132,8 @@ class Engine:
         output: Callable[[Any], Tensor],
     ) -> Outputs:
         walk = self._walk_of(graph)
-        form = (tuple(_like(tensor) for tensor in _tensors(arguments)), torch.get_num_threads())
+        results = min(len(walk.order), _FOLDS[-1]).bit_length()
+        form = (tuple(_like(tensor) for tensor in _tensors(arguments)), torch.get_num_threads(), results)
         if form not in known.chunk:
             known.chunk[form] = self._calibrate(known, graph, arguments, examples)
         execution = Execution(graph, self.network, self.draws, walk, arguments, examples)
