@@ -35,7 +35,39 @@ def training_overhead(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-TABLES: dict[str, Callable[[dict[str, Any]], str]] = {"training_overhead": training_overhead}
+def prediction(record: dict[str, Any]) -> str:
+    names = {"mlp": "MLP 2x50", "resnet20": "ResNet-20, 32 px", "resnet18": "ResNet-18, 32 px"}
+    lines = [
+        "| network, batch 8, S = 200 | patched | method | S unpatched passes | plain loop | engine, same draws | engine / loop "
+        "| time to the loop's Monte-Carlo error |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for cell in record["cells"]:
+        if cell["draws"] == 200 and cell["batch"] == 8:
+            mark = "~" if cell["scaled"] else ""
+            times = " | ".join(f"{mark}{cell[column]:.3g} s" for column in ("unpatched", "loop", "engine"))
+            sites = "last block, output" if cell["sites"] == "last" else "norm, output"
+            lines.append(
+                f"| {names[cell['network']]} | {sites} | {cell['method'].upper()} | {times} | {cell['ratio']:.3f} "
+                f"| {cell['to_error']:.3f} of the loop's |"
+            )
+    machine = record["machine"]
+    worst = max(cell["ratio"] for cell in record["cells"])
+    count = sum(cell["ratio"] > 1.05 for cell in record["cells"])
+    lines += [
+        "",
+        f"One process, untrained weights, seed 0, on {machine['processor']}, {machine['threads']} threads, commit "
+        f"{record['commit']}; ~ marks times scaled up from fewer draws. Of all {len(record['cells'])} cells (batch 1, 8, 64; "
+        f"S = 1, 20, 200) {count} are above 1.05 times the loop, the worst at {worst:.2f}. Command: "
+        "`python benchmarks/prediction.py --networks mlp resnet20 resnet18 --budget 0.8`.",
+    ]
+    return "\n".join(lines)
+
+
+TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "training_overhead": training_overhead,
+    "prediction_mlp_resnet20_resnet18": prediction,
+}
 
 
 def render(text: str) -> str:
