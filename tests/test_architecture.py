@@ -13,7 +13,7 @@ SOURCE = Path(patchbayes.__file__).parent
 
 # Each layer may import the layers before it, and modules of its own as long as there is no circle.
 LAYERS = [
-    {"errors", "files", "randomness", "selection", "draws"},
+    {"errors", "files", "randomness", "layout", "schemes", "selection", "draws"},
     {"posteriors", "prior", "likelihoods"},
     {"network"},
     {"sites"},

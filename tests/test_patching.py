@@ -8,10 +8,12 @@ import torch
 from torch import Tensor, nn
 
 import patchbayes as pb
-from patchbayes.draws import Drawn, assign, network_of
+from patchbayes.draws import network_of
 from patchbayes.errors import NothingToPatch, NotPatched, PatchbayesError, WrongDraws
+from patchbayes.layout import Drawn
 from patchbayes.nets import mlp, pyramidnet, resnet18
 from patchbayes.network import hold
+from patchbayes.schemes import assign
 from zoo import ZOO, TiedLanguageModel, UsesOneLayerTwice, assert_same, snapshot
 
 

@@ -6,110 +6,21 @@ S such vectors, kept as seeds and counters only: any slice of any vector is comp
 """
 
 import functools
-import hashlib
 import itertools
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from fractions import Fraction
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from .errors import NotPatched, PatchbayesError, TooManyOutcomes, WrongDraws
 from .files import write_atomically
-from .randomness import BITS, fold, integers
-
-Scheme = Literal["iid", "stratified", "enumerated"]
-
-
-@dataclass(frozen=True)
-class Span:
-    """Consecutive draw groups with one law: `length` groups of `outcomes` components with `probabilities` (None: uniform)."""
-
-    name: str
-    length: int
-    outcomes: int
-    probabilities: tuple[float, ...] | None = None
-
-
-class Layout:
-    """What a draw of the network consists of: the spans of all sites, one after the other.
-
-    `unbounded` names what else is random (Gaussian noise, dropout masks), which makes the outcomes uncountable.
-    """
-
-    def __init__(self, spans: Sequence[Span], unbounded: Sequence[str] = ()) -> None:
-        self.spans = tuple(spans)
-        self.unbounded = tuple(unbounded)
-        starts = itertools.accumulate((span.length for span in self.spans), initial=0)
-        *self.starts, self.num_groups = starts
-        self.runs = _merge(self.spans)
-
-    @property
-    def log10_outcomes(self) -> float:
-        """log10 of the number of distinct networks, infinite with noise or masks."""
-        if self.unbounded:
-            return math.inf
-        return sum(span.length * math.log10(span.outcomes) for span in self.spans)
-
-    @property
-    def num_outcomes(self) -> int | float:
-        """The number of distinct networks: the product over all draw groups."""
-        if self.unbounded:
-            return math.inf
-        return math.prod(span.outcomes**span.length for span in self.spans)
-
-    @functools.cached_property
-    def fingerprint(self) -> str:
-        """Equal for two networks exactly when draws of one fit the other."""
-        text = json.dumps(
-            [[s.name, s.length, s.outcomes, s.probabilities] for s in self.spans] + [list(self.unbounded)]
-        )
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-    @functools.cached_property
-    def block(self) -> int:
-        """Draws of one stratified block: independent blocks of this length are exchangeable replicates."""
-        return math.lcm(*(_strata(outcomes, p) for _, outcomes, p in self.runs)) if self.runs else 1
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """The draw that a forward pass computes with: z of the whole network, and the key of its noise and masks.
-
-    indices (num_groups,) int64; key () int64 on the CPU. `explicit` tells a draw that was passed in (prediction, a draw
-    context) from one that the network made for itself. `examples` (B,) int64 numbers the examples of the batch, so that
-    what is drawn for an example does not depend on its batch; None: rows are numbered as they come.
-    """
-
-    key: Tensor
-    indices: Tensor
-    explicit: bool = False
-    examples: Tensor | None = None
-
-    def example_keys(self, num_rows: int) -> Tensor:
-        """A key for each row of a batch, (num_rows,) int64."""
-        rows = torch.arange(num_rows)
-        if self.examples is not None and len(self.examples):
-            repeats = num_rows // len(self.examples)
-            if repeats * len(self.examples) == num_rows:  # rows that belong to one example stay together
-                rows = (self.examples.unsqueeze(1) * repeats + torch.arange(repeats)).flatten()
-        return fold(fold(self.key, 0), rows)
-
-
-@dataclass(frozen=True)
-class _Part:
-    """Draws made together. With `heads` R > 1, counter c is draw c // R of the network with its head span drawn anew."""
-
-    scheme: Scheme
-    seed: int
-    counters: range | tuple[int, ...]
-    heads: int = 1
-    head_span: int = -1
+from .layout import Drawn, Layout, Part, Scheme
+from .schemes import assigned, enumerated, is_marginal, keys_of
 
 
 class Draws:
@@ -120,7 +31,7 @@ class Draws:
     Draws fit the network they were made for (same sites, ties, components), whatever its weights.
     """
 
-    def __init__(self, layout: Layout, parts: Sequence[_Part]) -> None:
+    def __init__(self, layout: Layout, parts: Sequence[Part]) -> None:
         self.layout = layout
         self._parts = tuple(part for part in parts if len(part.counters))
 
@@ -128,7 +39,7 @@ class Draws:
     def sample(cls, model: nn.Module, num_draws: int, generator: torch.Generator | None = None) -> Self:
         """Independent draws from q (Algorithm 1). The seed comes from `generator`; without one it is 0."""
         _check_count(num_draws)
-        return cls(layout_of(model), [_Part("iid", _seed_from(generator), range(num_draws))])
+        return cls(layout_of(model), [Part("iid", _seed_from(generator), range(num_draws))])
 
     @classmethod
     def stratify(cls, model: nn.Module, num_draws: int, generator: torch.Generator | None = None) -> Self:
@@ -139,7 +50,25 @@ class Draws:
         hold every component its exact share of times (at most 256; else 16 equal slices of [0, 1)).
         """
         _check_count(num_draws)
-        return cls(layout_of(model), [_Part("stratified", _seed_from(generator), range(num_draws))])
+        return cls(layout_of(model), [Part("stratified", _seed_from(generator), range(num_draws))])
+
+    @classmethod
+    def orthogonalize(cls, model: nn.Module, num_draws: int, generator: torch.Generator | None = None) -> Self:
+        """Draws in which every *pair* of components comes equally often in every pair of draw groups.
+
+        Blocks are randomized orthogonal arrays of strength 2 (Bose construction: runs are the points of Z_K^t, columns its
+        lines through zero), with columns, symbols and the order of runs shuffled for each block: unbiased, and exact for any
+        function that is a sum of functions of two groups. For EMP with a prime number of components: K = 5 needs 25
+        draws a block for up to 6 sites, 125 for up to 31.
+        """
+        _check_count(num_draws)
+        layout = layout_of(model)
+        if layout.orthogonal_block is None:
+            raise PatchbayesError(
+                "Draws.orthogonalize: needs one draw group a site, with the same prime number of components and equal "
+                f"probabilities everywhere, and few of them ({layout.num_groups} here).\n  do       Draws.stratify."
+            )
+        return cls(layout, [Part("orthogonal", _seed_from(generator), range(num_draws))])
 
     @classmethod
     def enumerate(cls, model: nn.Module, limit: int = 100_000) -> Self:
@@ -156,7 +85,7 @@ class Draws:
                 f"more than limit={limit:,}.\n"
                 f"  do       Draws.sample or Draws.stratify, fewer sites or components, or a larger limit."
             )
-        return cls(layout, [_Part("enumerated", 0, range(int(layout.num_outcomes)))])
+        return cls(layout, [Part("enumerated", 0, range(int(layout.num_outcomes)))])
 
     def with_heads(self, site: str, heads: int) -> Self:
         """Each draw `heads` times, with the components of one site (the output layer) drawn anew: S * heads draws.
@@ -171,7 +100,7 @@ class Draws:
         parts = []
         for part in self._parts:
             crossed = _as_range([c * heads + head for c in part.counters for head in range(heads)])
-            parts.append(_Part(part.scheme, part.seed, crossed, heads, number))
+            parts.append(Part(part.scheme, part.seed, crossed, heads, number))
         return type(self)(self.layout, parts)
 
     @classmethod
@@ -197,7 +126,7 @@ class Draws:
                 raise IndexError(f"draw {which} of {len(self)}")
             which = [which % len(self)]
         chosen = range(len(self))[which] if isinstance(which, slice) else [range(len(self))[i] for i in which]
-        parts: list[_Part] = []
+        parts: list[Part] = []
         bounds = list(itertools.accumulate((len(part.counters) for part in self._parts), initial=0))
         for number, group in itertools.groupby(chosen, lambda i: next(n for n, b in enumerate(bounds[1:]) if i < b)):
             part = self._parts[number]
@@ -247,12 +176,13 @@ class Draws:
     def block_length(self) -> int:
         """Draws of one independent block where the draws run through blocks from the start of one, else 1.
 
-        A block is `Layout.block` stratified draws (one draw that was sampled), each with all its heads.
+        A block is `Layout.block` stratified draws, an orthogonal array, or one draw that was sampled, with all their heads.
         """
         if len(self._parts) != 1 or self._parts[0].scheme == "enumerated":
             return 1
         (part,) = self._parts
-        length = part.heads * (self.layout.block if part.scheme == "stratified" else 1)
+        symbols, exponent = self.layout.orthogonal_block or (1, 1)
+        length = {"iid": 1, "stratified": self.layout.block, "orthogonal": symbols**exponent}[part.scheme] * part.heads
         counters = part.counters
         in_order = isinstance(counters, range) and counters.step == 1 and counters.start % length == 0
         return length if in_order else 1
@@ -264,30 +194,30 @@ class Draws:
         weights = torch.cat([none, *(self._relative_weights(part) for part in self._parts)])
         return weights / weights.sum()
 
-    def _relative_weights(self, part: _Part) -> Tensor:
+    def _relative_weights(self, part: Part) -> Tensor:
         weights = torch.ones(len(part.counters), dtype=torch.float64)
         if part.scheme == "enumerated":
-            digits = _enumerated(self.layout, torch.tensor(list(part.counters)), 0, self.layout.num_groups)
+            digits = enumerated(self.layout, torch.tensor(list(part.counters)), 0, self.layout.num_groups)
             for start, span in zip(self.layout.starts, self.layout.spans, strict=True):
                 if span.probabilities is not None:
                     p = torch.tensor(span.probabilities, dtype=torch.float64) * span.outcomes
                     weights *= p[digits[:, start : start + span.length]].prod(dim=1)
         elif part.heads > 1:
             span = self.layout.spans[part.head_span]
-            if _marginal(span, part.heads) and span.probabilities is not None:
+            if is_marginal(span, part.heads) and span.probabilities is not None:
                 p = torch.tensor(span.probabilities, dtype=torch.float64) * span.outcomes
                 weights *= p[torch.tensor(list(part.counters)) % part.heads]
         return weights
 
     def keys(self) -> Tensor:
         """A key for each draw, (S,) int64: names the draw's streams of noise and masks (heads share their trunk's)."""
-        return torch.cat([torch.zeros(0, dtype=torch.int64), *(_keys(part) for part in self._parts)])
+        return torch.cat([torch.zeros(0, dtype=torch.int64), *(keys_of(part) for part in self._parts)])
 
     def assignments(self, start: int = 0, stop: int | None = None, device: torch.device | None = None) -> Tensor:
         """Component indices of the draw groups start..stop-1, (S, stop - start) int64."""
         stop = self.layout.num_groups if stop is None else stop
         none = torch.zeros(0, stop - start, dtype=torch.int64, device=device)
-        return torch.cat([none, *(_assign(self.layout, part, start, stop, device) for part in self._parts)])
+        return torch.cat([none, *(assigned(self.layout, part, start, stop, device) for part in self._parts)])
 
     def drawn(self, number: int, device: torch.device | None = None, examples: Tensor | None = None) -> Drawn:
         """Draw `number` in the form that a forward pass takes."""
@@ -317,7 +247,7 @@ class Draws:
             if content["format"] != "patchbayes-draws-1":
                 raise KeyError("format")
             parts = [
-                _Part(
+                Part(
                     _scheme(p["scheme"]),
                     int(p["seed"]),
                     _counters_from_json(p["counters"]),
@@ -358,127 +288,11 @@ def network_of(model: nn.Module) -> Any:
     return found[0]
 
 
-def assign(layout: Layout, key: Tensor, start: int, stop: int, device: torch.device | None = None) -> Tensor:
-    """Independent component indices of the groups start..stop-1 for each key: (*key.shape, stop - start) int64."""
-    pieces = [
-        _inverse_cdf(integers(key, begin, end, device), outcomes, p)
-        for begin, end, outcomes, p in _overlaps(layout, start, stop)
-    ]
-    if not pieces:
-        return torch.zeros(*key.shape, 0, dtype=torch.int64, device=device)
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=-1)
-
-
 def format_count(log10: float) -> str:
     """A number of outcomes for people: 25, 3,125 or 10^1234.5."""
     if math.isinf(log10):
         return "infinitely many"
     return f"{round(10**log10):,}" if log10 < 9 else f"10^{log10:,.1f}"
-
-
-def _assign(layout: Layout, part: _Part, start: int, stop: int, device: torch.device | None) -> Tensor:
-    if part.heads > 1:
-        return _assign_with_heads(layout, part, start, stop, device)
-    if part.scheme == "iid":
-        return assign(layout, _keys(part), start, stop, device)
-    counters = torch.tensor(list(part.counters), dtype=torch.int64)
-    if part.scheme == "enumerated":
-        return _enumerated(layout, counters, start, stop).to(device)
-    seed = torch.tensor(part.seed)
-    pieces = []
-    for begin, end, outcomes, p in _overlaps(layout, start, stop):
-        strata = _strata(outcomes, p)
-        order = fold(fold(seed, 2), counters // strata)
-        stratum = _permuted(
-            integers(order, begin, end, device), (counters % strata).to(device), strata, order, begin, end
-        )
-        if p is None:
-            pieces.append(stratum)
-        else:
-            within = integers(fold(fold(seed, 3), counters), begin, end, device)
-            pieces.append(_inverse_cdf(((stratum << BITS) + within) // strata, outcomes, p))
-    if not pieces:
-        return torch.zeros(len(counters), 0, dtype=torch.int64, device=device)
-    return torch.cat(pieces, dim=-1)
-
-
-def _assign_with_heads(layout: Layout, part: _Part, start: int, stop: int, device: torch.device | None) -> Tensor:
-    counters = list(part.counters)
-    trunk = replace(part, counters=tuple(c // part.heads for c in counters), heads=1)
-    indices = _assign(layout, trunk, start, stop, device)
-    first = layout.starts[part.head_span]
-    span = layout.spans[part.head_span]
-    low, high = max(first, start), min(first + span.length, stop)
-    if low < high:
-        if _marginal(span, part.heads):
-            head = (torch.tensor(counters, device=device) % part.heads).unsqueeze(-1)
-        else:
-            seed = int(fold(torch.tensor(part.seed), 4))
-            head = _assign(layout, _Part("stratified", seed, tuple(counters)), low, high, device)
-        indices[:, low - start : high - start] = head
-    return indices
-
-
-def _marginal(span: Span, heads: int) -> bool:
-    """Whether the heads are all components of the span, once each."""
-    return span.length == 1 and heads == span.outcomes
-
-
-def _inverse_cdf(uniform: Tensor, outcomes: int, p: tuple[float, ...] | None) -> Tensor:
-    if p is None:
-        return uniform.mul_(outcomes).bitwise_right_shift_(BITS)
-    thresholds = [round(c * 2**BITS) for c in itertools.accumulate(p)][:-1]
-    return torch.bucketize(uniform, torch.tensor(thresholds, dtype=torch.int64, device=uniform.device), right=True)
-
-
-def _permuted(uniform: Tensor, position: Tensor, length: int, key: Tensor, begin: int, end: int) -> Tensor:
-    """Entry `position` of a random permutation of 0..length-1, a permutation for each element of `uniform`."""
-    if length <= 6:
-        table = torch.tensor(list(itertools.permutations(range(length))), device=uniform.device)
-        return table[(uniform * len(table)) >> BITS, position.unsqueeze(-1)]
-    factors = torch.tensor([a for a in range(length) if math.gcd(a, length) == 1], device=uniform.device)
-    factor = factors[(uniform * len(factors)) >> BITS]
-    offset = (integers(fold(key, 1), begin, end, uniform.device) * length) >> BITS
-    return (factor * position.unsqueeze(-1) + offset) % length
-
-
-def _strata(outcomes: int, p: tuple[float, ...] | None) -> int:
-    if p is None:
-        return outcomes
-    fractions = [Fraction(x).limit_denominator(256) for x in p]
-    if any(abs(float(f) - x) > 1e-9 for f, x in zip(fractions, p, strict=True)):
-        return 16
-    exact = math.lcm(*(f.denominator for f in fractions))
-    return exact if exact <= 256 else 16
-
-
-def _enumerated(layout: Layout, counters: Tensor, start: int, stop: int) -> Tensor:
-    digits, rest = [], counters.clone()
-    for span in layout.spans:
-        for _ in range(span.length):
-            digits.append(rest % span.outcomes)
-            rest = rest // span.outcomes
-    if not digits:
-        return torch.zeros(len(counters), 0, dtype=torch.int64)
-    return torch.stack(digits, dim=-1)[:, start:stop]
-
-
-def _keys(part: _Part) -> Tensor:
-    return fold(fold(torch.tensor(part.seed), 1), torch.tensor(list(part.counters), dtype=torch.int64) // part.heads)
-
-
-def _overlaps(layout: Layout, start: int, stop: int) -> Iterator[tuple[int, int, int, tuple[float, ...] | None]]:
-    begin = 0
-    for length, outcomes, p in layout.runs:
-        low, high = max(begin, start), min(begin + length, stop)
-        if low < high:
-            yield low, high, outcomes, p
-        begin += length
-
-
-def _merge(spans: Sequence[Span]) -> tuple[tuple[int, int, tuple[float, ...] | None], ...]:
-    grouped = itertools.groupby(spans, lambda span: (span.outcomes, span.probabilities))
-    return tuple((sum(span.length for span in group), *law) for law, group in grouped)
 
 
 def _seed_from(generator: torch.Generator | None) -> int:
@@ -511,6 +325,6 @@ def _counters_from_json(content: Any) -> range | tuple[int, ...]:
 
 
 def _scheme(text: str) -> Scheme:
-    if text not in ("iid", "stratified", "enumerated"):
+    if text not in ("iid", "stratified", "orthogonal", "enumerated"):
         raise KeyError(text)
     return text  # type: ignore[return-value]

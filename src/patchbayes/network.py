@@ -16,11 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from .draws import Drawn, Draws, Layout, Span, assign, network_of
+from .draws import Draws, network_of
 from .errors import PatchbayesError, WrongDraws
+from .layout import Drawn, Layout, Span
 from .posteriors.posterior import Method, Posterior
 from .prior import LearnedPrior, Prior
 from .randomness import fold
+from .schemes import assign
 
 GENERATOR_KEY = "patchbayes_generator"
 

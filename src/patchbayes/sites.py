@@ -5,12 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .draws import Drawn, assign
 from .errors import PatchbayesError
+from .layout import Drawn
 from .network import Site, in_backward, require_restored, warn_single_draw
 from .posteriors.dropout import DropoutPosterior
 from .posteriors.mixture import MixturePosterior
 from .posteriors.posterior import is_bias
+from .schemes import assign
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..draws import Drawn
 from ..errors import PatchbayesError
+from ..layout import Drawn
 from ..randomness import bernoulli_like, fold
 from .mixture import _check_rate
 from .posterior import Entropy, Method, Posterior, is_bias, own_parameters, quadratic

@@ -14,8 +14,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ..draws import Span
 from ..errors import PatchbayesError
+from ..layout import Span
 from ..randomness import fold, normal_like
 from ..selection import is_norm
 from .posterior import Entropy, Method, Posterior, is_bias, own_parameters, quadratic, root_mean_square

@@ -10,7 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..draws import Drawn, Draws, Span
+from ..draws import Draws
+from ..layout import Drawn, Span
 
 Entropy = Literal["lower", "upper"]
 

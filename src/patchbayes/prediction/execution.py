@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..draws import Drawn, Draws
+from ..draws import Draws
+from ..layout import Drawn
 from ..network import Network, hold
 from ..posteriors.posterior import Posterior
 from .graph import Stage, StageGraph, clone_tensors

@@ -19,7 +19,7 @@ from .engine import Engine
 from .loop import undisturbed
 from .prediction import ClassPrediction, Prediction
 
-Sampling = Literal["stratified", "iid"]
+Sampling = Literal["balanced", "stratified", "orthogonal", "iid"]
 
 
 def predict(
@@ -30,7 +30,7 @@ def predict(
     likelihood: Likelihood | None = None,
     keep_draws: bool = False,
     tolerance: float | None = None,
-    sampling: Sampling = "stratified",
+    sampling: Sampling = "balanced",
     engine: Literal["auto", "loop"] = "auto",
     compile: bool = False,
     memory_limit: int | None = None,
@@ -49,7 +49,9 @@ def predict(
     keep_draws  keep what each draw said; memory then grows with S. Needed for quantiles, log_prob and samples.
     tolerance   stop early: for each input, draw until the Monte-Carlo standard error of its largest probability (of its mean,
                 relative to the predictive deviation, in regression) is below this with 90 % confidence, or `draws` are used up.
-    sampling    how a number of draws is made: "stratified" (every component equally often, less error), or "iid" (the paper).
+    sampling    how a number of draws is made: "stratified" (every component equally often), "orthogonal" (every pair of
+                components too: EMP), "balanced" (orthogonal where two such blocks fit into S, else stratified), or "iid" (the
+                paper's).
     engine      "auto": share all work that draws have in common; "loop": a forward pass for each, the readable path. Both
                 give the same numbers up to rounding; `prediction.plan` tells what was done.
     compile     run the traced stages through torch.compile.
@@ -116,7 +118,7 @@ def predict_batches(
         raise PatchbayesError(
             "predict: with a tolerance inputs use different draws, so keep_draws cannot keep them all."
         )
-    chosen = make_draws(model, network, draws, options.get("sampling", "stratified"), options.get("generator"))
+    chosen = make_draws(model, network, draws, options.get("sampling", "balanced"), options.get("generator"))
     likelihood = checked_likelihood(options.get("likelihood") or Categorical())
     machine = Engine(
         model,
@@ -156,7 +158,7 @@ class Predictor(nn.Module):
         draws: int | Draws | Literal["exact"] = 20,
         likelihood: Likelihood | None = None,
         *,
-        sampling: Sampling = "stratified",
+        sampling: Sampling = "balanced",
         generator: torch.Generator | None = None,
         select: Callable[[Any], Any] | None = None,
         output: Callable[[Any], Tensor] | None = None,
@@ -183,8 +185,9 @@ def make_draws(
     model: nn.Module, network: Network, draws: Any, sampling: Sampling, generator: torch.Generator | None
 ) -> Draws:
     """The draws that `predict` means by a number, by "exact", or by `Draws`."""
-    if sampling not in ("stratified", "iid"):
-        raise PatchbayesError(f'predict(sampling={sampling!r}): give "stratified" or "iid".')
+    makers = {"stratified": Draws.stratify, "orthogonal": Draws.orthogonalize, "iid": Draws.sample}
+    if sampling not in ("balanced", *makers):
+        raise PatchbayesError(f'predict(sampling={sampling!r}): give "balanced", {", ".join(map(repr, makers))}.')
     if isinstance(draws, Draws):
         if generator is not None:
             raise PatchbayesError("generator= is for making draws; the draws given were made already.")
@@ -194,9 +197,14 @@ def make_draws(
         return draws
     if draws == "exact":
         return Draws.enumerate(model)
-    made = (Draws.stratify if sampling == "stratified" else Draws.sample)(model, draws, generator)
-    few = network.layout.log10_outcomes < math.log10(len(made) + 0.5)
-    return Draws.enumerate(model) if few else made
+    made = Draws.sample(model, draws)  # also checks the number
+    if network.layout.log10_outcomes < math.log10(len(made) + 0.5):
+        return Draws.enumerate(model)
+    if sampling == "balanced":
+        symbols, exponent = network.layout.orthogonal_block or (1, math.inf)
+        fits = math.isfinite(exponent) and 2 * symbols**exponent <= len(made)
+        sampling = "orthogonal" if fits else "stratified"
+    return makers[sampling](model, draws, generator)
 
 
 def _batches(inputs: Any, select: Callable[[Any], Any] | None) -> Iterator[Any]:
