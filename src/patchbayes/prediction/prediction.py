@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -25,7 +26,7 @@ class PredictiveCheck:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class Prediction(ABC):
     """What all predictions have.
 
     num_draws            S, how many draws were averaged.
@@ -102,9 +103,9 @@ class Prediction:
         picked = torch.multinomial(self.weights, number, replacement=True, generator=generator)
         return kept[picked.to(kept.device)]
 
+    @abstractmethod
     def sample(self, number: int = 1, generator: torch.Generator | None = None) -> Tensor:
         """Replicated targets, (R, B, ...). Needs keep_draws=True."""
-        raise NotImplementedError
 
     def check(
         self,
