@@ -312,6 +312,15 @@ def test_attributes_that_the_forward_reads_are_part_of_the_traced_form():
     assert_same(pb.predict(model, x, draws), pb.predict(model, x, draws, engine="loop"), 1e-6)
 
 
+def test_attributes_that_change_with_every_call_do_not_fill_the_memory():
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+    pb.patch_(model, pb.EMP(3))
+    for number in range(2 * engine_module._FORMS):
+        model.calls = number
+        pb.predict(model, torch.randn(2, 3), pb.Draws.sample(model, 4))
+    assert len(engine_module._known[network_of(model)]) == engine_module._FORMS
+
+
 # ---- exact when it can be
 
 

@@ -29,6 +29,7 @@ _WORTH_FOLDING = (
 )
 _FOLDS = (1, 16, 64, 256)
 _SHARE_OF_FREE_MEMORY = 0.25
+_FORMS = 16  # remembered for a network
 
 
 @dataclass
@@ -268,6 +269,8 @@ def _look_up(model: nn.Module, network: Network, arguments: dict[str, Any], comp
     form = (structure, id(network.layout), tuple(arguments), repr(constants), compile)
     remembered = _known.setdefault(network, {})
     if form not in remembered:
+        if len(remembered) >= _FORMS:  # attributes that change with every call would fill the memory with graphs
+            del remembered[next(iter(remembered))]
         try:
             remembered[form] = _Known(trace(model, network, constants))
         except Untraceable as error:
