@@ -150,6 +150,7 @@ def main() -> None:
                         rows.append(cell | row)
                         show(rows[-1])
     name = "prediction" if len(arguments.networks) == len(NETWORKS) else f"prediction_{'_'.join(arguments.networks)}"
+    name += "" if len(arguments.batch) > 1 else f"_batch{arguments.batch[0]}"
     print("written:", write_record(name, {"cells": rows}))
 
 
