@@ -390,6 +390,13 @@ def test_a_cheap_head_is_marginalized_by_itself_and_counted():
     assert loop.num_draws == 10
 
 
+def test_a_head_of_many_elements_is_marginalized_only_beside_much_work():
+    model = cifar_resnet20(7)
+    pb.patch_(model, pb.ECMP(5))
+    assert pb.predict(model, torch.rand(1, 3, 8, 8), 10).plan.heads == 1
+    assert pb.predict(model, torch.rand(8, 3, 32, 32), 10).plan.heads > 1
+
+
 def test_element_wise_heads_share_their_trunk():
     model = small_cnn(size=8)
     pb.patch_(model, pb.ECMP(3, jitter=0.5))
