@@ -44,6 +44,7 @@ class _Known:
     foldable: bool = True
     checked: bool = False
     flops: list[int] = field(default_factory=list)
+    num_values: int = 1
     chunk: dict[Any, int] = field(default_factory=dict)
     bytes: dict[Any, int] = field(default_factory=dict)
 
@@ -93,7 +94,7 @@ class Engine:
         """
         if len(self.draws) == 1:
             return
-        known, _ = self._known(inputs, examples, output)
+        known, arguments = self._known(inputs, examples, output)
         if known.graph is None or not any(known.flops) or self.draws.is_exact:
             return
         graph = known.graph
@@ -102,8 +103,9 @@ class Engine:
         spans = [span for span in self.draws.layout.spans if span.name == head.name]
         if not final.sites or final.sites[-1] != graph.sites[-1] or len(spans) != 1 or head.posterior.unbounded:
             return
-        cost = known.flops[graph.result] + _PICKING * spans[0].length
-        affordable = int(0.1 * sum(known.flops) / cost)
+        scale = _num_values(arguments) / known.num_values  # flops were counted on the first batch that came
+        cost = scale * known.flops[graph.result] + _PICKING * spans[0].length
+        affordable = int(0.1 * scale * sum(known.flops) / cost)
         heads = spans[0].outcomes if spans[0].length == 1 else min(affordable, 2 * spans[0].outcomes)
         if affordable >= heads > 1:
             self.draws = self.draws.with_heads(head.name, heads)
@@ -221,6 +223,7 @@ class Engine:
                 inspection = _Inspection(graph, self.network, self.draws, walk, _ordinary(arguments), examples)
                 inspection.flops = {}
                 inspection.chunk(0, 1)
+                known.num_values = _num_values(arguments)
                 known.flops = [inspection.flops.get(id(stage), 0) for stage in graph.stages]
                 execution = Execution(graph, self.network, self.draws, walk, arguments, examples)
                 execution.chunk(0, 1)
@@ -317,6 +320,10 @@ def _collect(entries: list[Any], output: Callable[[Any], Tensor]) -> Tensor:
         except RuntimeError:
             pass
     return torch.stack([output(entry.output(0)) for entry in entries])
+
+
+def _num_values(arguments: dict[str, Any]) -> int:
+    return max(1, sum(tensor.numel() for tensor in _tensors(arguments)))
 
 
 def _like(tensor: Tensor) -> tuple[Any, ...]:
