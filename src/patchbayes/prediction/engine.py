@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ..draws import Draws
 from ..network import Network
 from .execution import Execution, Walk, out_of_memory, plan_walk
-from .graph import Stage, StageGraph, Untraceable, trace
+from .graph import Stage, StageGraph, Untraceable, clone_tensors, trace
 from .loop import Outputs, check_finite, loop
 from .plan import Plan, StagePlan
 
@@ -219,8 +219,8 @@ class Engine:
         last = walk.order[-1]
         try:
             with torch.inference_mode(False), torch.no_grad():
-                arguments = _ordinary(arguments)
-                inspection = _Inspection(graph, self.network, self.draws, walk, _ordinary(arguments), examples)
+                arguments = clone_tensors(arguments)
+                inspection = _Inspection(graph, self.network, self.draws, walk, clone_tensors(arguments), examples)
                 inspection.flops = {}
                 inspection.chunk(0, 1)
                 known.num_values = _num_values(arguments)
@@ -334,10 +334,6 @@ def _like(tensor: Tensor) -> tuple[Any, ...]:
 
 def _tensors(values: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
-
-
-def _ordinary(value: Any) -> Any:
-    return torch.utils._pytree.tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, value)
 
 
 def _default_memory_limit(device: torch.device | None) -> int:

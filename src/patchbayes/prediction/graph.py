@@ -248,5 +248,6 @@ def _stage(
     return Stage(tuple(sorted(key, key=lambda n: rank[n])), own, inputs, len(outputs), module, operations)
 
 
-def clone_tensors(values: tuple[Any, ...]) -> tuple[Any, ...]:
+def clone_tensors(values: Any) -> Any:
+    """The same structure with ordinary copies of its tensors."""
     return torch.utils._pytree.tree_map(lambda v: v.clone() if isinstance(v, torch.Tensor) else v, values)

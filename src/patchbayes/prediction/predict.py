@@ -44,7 +44,9 @@ def predict(
                 such as a DataLoader; of a batch that is a tuple or list the first element is the input, the rest (labels)
                 is left, unless `select` says otherwise. Batches go to the network's device.
     draws       a number S of draws, or `Draws`; the same draws serve all inputs. Where S or fewer distinct networks exist
-                all are taken, with their probabilities: no Monte-Carlo error. "exact" demands that.
+                all are taken, with their probabilities: no Monte-Carlo error. "exact" demands that. Where the output layer is
+                cheap beside the rest, each of the S draws is taken with several of its components (all, for EMP);
+                `num_draws` then counts every network averaged, S times `plan.heads`, and `prediction.draws` holds them.
     likelihood  `Categorical()` (default) for a `ClassPrediction`, `Gaussian(precision)` for a `RegressionPrediction`.
     keep_draws  keep what each draw said; memory then grows with S. Needed for quantiles, log_prob and samples.
     tolerance   stop early: for each input, draw until the Monte-Carlo standard error of its largest probability (of its mean,
