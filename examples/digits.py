@@ -104,12 +104,15 @@ def show(rows: dict[str, dict[str, list[float]]], num_seeds: int, num_images: in
                 text.ljust(w) if i == 0 else text.rjust(w) for i, (text, w) in enumerate(zip(line, widths, strict=True))
             )
         )
-    plain = mean(rows["vanilla"]["noisy NLL"])
     print()
     for name in ("dropout", "EMP", "ECMP"):
-        mine = mean(rows[name]["noisy NLL"])
-        word = "lower" if mine < plain else "higher"
-        print(f"{name}: NLL on noisy images {abs(mine / plain - 1):.0%} {word} than vanilla's")
+        changes = [compare(rows, name, condition) for condition in ("clean", "noisy")]
+        print(f"{name}, NLL against vanilla's, mean over seeds: {', '.join(changes)}")
+
+
+def compare(rows: dict[str, dict[str, list[float]]], name: str, condition: str) -> str:
+    mine, plain = (mean(rows[which][f"{condition} NLL"]) for which in (name, "vanilla"))
+    return f"{abs(mine / plain - 1):.0%} {'lower' if mine < plain else 'higher'} on {condition} images"
 
 
 def mean(values: list[float]) -> float:
