@@ -1,0 +1,54 @@
+"""The command line application: its subcommands, and what becomes of errors."""
+
+import signal
+import sys
+from typing import Annotated
+
+import typer
+
+from .params import params
+
+application = typer.Typer(
+    name="patchbayes",
+    help="Make a neural network that you already have into a Bayesian one, and see how far to trust it.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+application.command()(params)
+
+_debug = False
+
+
+@application.callback()
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.", is_eager=True)] = False,
+) -> None:
+    """Make a neural network that you already have into a Bayesian one, and see how far to trust it."""
+    if version:
+        from .. import __version__
+
+        typer.echo(f"patchbayes {__version__}")
+        raise typer.Exit
+    global _debug
+    _debug = debug
+
+
+def main() -> None:
+    """Run the command. Exit codes: 0 done, 1 the work failed, 2 the command was not understood, 130 interrupted."""
+    from ..errors import PatchbayesError
+
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `patchbayes ... | head` ends quietly
+    try:
+        application()
+    except KeyboardInterrupt:
+        typer.echo("interrupted", err=True)
+        sys.exit(130)
+    except (PatchbayesError, OSError, ImportError) as error:
+        if _debug:
+            raise
+        typer.echo(f"patchbayes: {error}", err=True)
+        sys.exit(1)

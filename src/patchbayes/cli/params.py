@@ -1,0 +1,108 @@
+"""patchbayes params: what patching would cost, before doing it."""
+
+import math
+from typing import Annotated, Any
+
+import typer
+
+from .console import show, show_json, show_table
+
+_CHOICES = ["norm", "output", "input", "norm+output", "input+norm+output", "all"]
+
+
+def params(
+    model: Annotated[
+        str, typer.Argument(help="A built-in net, timm:NAME, torchvision:NAME or package.module:function.")
+    ],
+    outputs: Annotated[int, typer.Option(help="Number of classes or targets.")] = 1000,
+    input_shape: Annotated[str, typer.Option("--input", help="Shape of one input, for example 3,32,32.")] = "3,224,224",
+    sites: Annotated[list[str] | None, typer.Option(help="Sites to count; may be given several times.")] = None,
+    components: Annotated[
+        list[int] | None, typer.Option("-K", "--components", help="May be given several times.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """What patching would cost: parameters, memory, effective ensemble size, for each choice of sites and K.
+
+    Nothing is trained or loaded; the memory is that of float32 weights.
+
+        patchbayes params resnet18
+        patchbayes params cifar_resnet20 --outputs 100 --input 3,32,32 --sites norm+output -K 2 -K 5
+    """
+    from ..nets.named import build_net
+
+    network = build_net(model, outputs, parse_shape(input_shape))
+    base, rows = costs(network, sites or _CHOICES, components or [2, 5, 10])
+    if as_json:
+        show_json({"model": model, "parameters": base, "choices": rows})
+        return
+    show(f"{model}: {base:,} parameters ({_megabytes(base)})")
+    table = [
+        [
+            row["sites"],
+            str(row["components"]),
+            str(row["num_sites"]),
+            f"{row['parameters']:,}",
+            f"{row['overhead_percent']:+.3g} %",
+            _megabytes(row["parameters"]),
+            _count(row["log10_ensemble_size"]["emp"]),
+            _count(row["log10_ensemble_size"]["ecmp"]),
+        ]
+        for row in rows
+    ]
+    show_table(["sites", "K", "layers", "parameters", "added", "weights", "EMP networks", "ECMP networks"], table)
+
+
+def costs(network: Any, sites: list[str], components: list[int]) -> tuple[int, list[dict[str, Any]]]:
+    """The parameters of the network, and for each choice what patching would make of them (table 3).
+
+    EMP draws one of K for each of the L layers, K^L networks; ECMP for each of their n elements, K^n.
+    """
+    from ..counting import overhead_percent, patched_count
+    from ..errors import NothingToPatch
+    from ..selection import select
+
+    base = sum(p.numel() for p in network.parameters())
+    rows: list[dict[str, Any]] = []
+    for text in sites:
+        try:
+            modules = list(select(network, text).modules.values())
+        except NothingToPatch:
+            if len(sites) == 1:
+                raise
+            continue  # such a choice does not exist for this network
+        elements = sum({id(p): p.numel() for module in modules for p in module.parameters(recurse=False)}.values())
+        for number in components:
+            total = patched_count(network, modules, number)
+            rows.append(
+                {
+                    "sites": text,
+                    "components": number,
+                    "num_sites": len(modules),
+                    "parameters": total,
+                    "overhead_percent": overhead_percent(total, base),
+                    "log10_ensemble_size": {
+                        "emp": len(modules) * math.log10(number),
+                        "ecmp": elements * math.log10(number),
+                    },
+                }
+            )
+    return base, rows
+
+
+def parse_shape(text: str) -> tuple[int, ...]:
+    """ "3,32,32" as (3, 32, 32)."""
+    parts = text.replace("x", ",").split(",")
+    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+        raise typer.BadParameter(f"{text!r} is not a shape; give whole numbers, such as 3,32,32.")
+    return tuple(int(part) for part in parts)
+
+
+def _megabytes(parameters: int) -> str:
+    return f"{4 * parameters / 1e6:,.1f} MB"
+
+
+def _count(log10: float) -> str:
+    from ..draws import format_count
+
+    return format_count(log10)
