@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from .params import params
+from .reproduce import reproduce
 
 application = typer.Typer(
     name="patchbayes",
@@ -17,6 +18,7 @@ application = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 application.command()(params)
+application.command()(reproduce)
 
 _debug = False
 

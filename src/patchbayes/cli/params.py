@@ -26,8 +26,9 @@ def params(
 
     Nothing is trained or loaded; the memory is that of float32 weights.
 
-        patchbayes params resnet18
-        patchbayes params cifar_resnet20 --outputs 100 --input 3,32,32 --sites norm+output -K 2 -K 5
+    \b
+    patchbayes params resnet18
+    patchbayes params cifar_resnet20 --outputs 100 --input 3,32,32 --sites norm+output -K 2 -K 5
     """
     from ..nets.named import build_net
 

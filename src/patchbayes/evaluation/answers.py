@@ -128,10 +128,7 @@ def _disagreement(named: Tensor, weights: Tensor) -> Tensor:
 def value_answers(
     model: nn.Module, batches: Batches, draws: int, likelihood: Gaussian, mean: Tensor, std: Tensor
 ) -> ValueAnswers:
-    """The predictive of a regression; `mean` and `std` (D,) turn the network's standardized output into target units.
-
-    `batches` give targets in their own units.
-    """
+    """The predictive of a regression; `mean` and `std` (D,) bring the standardized outputs and targets to target units."""
     mean, std = mean.double(), std.double()
     means, targets = [], []
     weights, num_draws, exact = torch.ones(1, dtype=torch.float64), 1, True
@@ -143,7 +140,7 @@ def value_answers(
         else:
             kept = _forward(model, inputs).unsqueeze(0)
         means.append(kept.cpu().double() * std + mean)
-        targets.append(wanted.cpu().double())
+        targets.append(wanted.cpu().double() * std + mean)
     deviation = std * float(likelihood.precision) ** -0.5
     return ValueAnswers(torch.cat(means, dim=1), weights, deviation, torch.cat(targets), num_draws, exact)
 
