@@ -8,7 +8,7 @@ WORKERS ?= 2
 .PHONY: demo test test-all lint bench clean
 
 demo: $(VENV)/installed
-	$(BIN)/python examples/digits.py
+	$(BIN)/patchbayes demo
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS)
@@ -29,7 +29,7 @@ bench: $(VENV)/installed
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch numpy
-	$(PIP) --editable ".[demo,test,lint]"
+	$(PIP) --editable ".[cli,corruptions,tensorboard,reproduce,test,lint]"
 	touch $@
 
 $(VENV)/zoo: $(VENV)/installed

@@ -38,7 +38,7 @@ def options(
     _debug = debug
 
 
-def main() -> None:
+def run() -> None:
     """Run the command. Exit codes: 0 done, 1 the work failed, 2 the command was not understood, 130 interrupted."""
     from ..errors import PatchbayesError
 

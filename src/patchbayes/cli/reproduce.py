@@ -24,6 +24,7 @@ def reproduce(
 ) -> None:
     """Run an experiment of the paper, write its record, and print the paper's numbers beside ours.
 
+    \b
     patchbayes reproduce --list
     patchbayes reproduce prior
     patchbayes reproduce regression --scale small --data-dir data

