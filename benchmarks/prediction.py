@@ -1,166 +1,295 @@
 """Prediction: S passes of the unpatched network, the plain loop, and the engine, over a grid of networks, batches and draws.
 
-Every cell is timed in one process, the three in turn, median of the rounds. "loop" is a forward pass for each independent draw.
-"engine" computes the same draws (so the same numbers). "to error" is the time the engine's own choice of draws (stratified,
-heads, enumeration) takes to the Monte-Carlo error that the loop reaches at S = 200, as a fraction of the loop's time; the
-error is the root mean square of the reported standard errors. Passes that take long are timed on a few draws and scaled up
-(marked ~).
+All in one process; the calls of a cell take turns, and ratios are taken within a round, then their median and quartiles.
 
-    python benchmarks/prediction.py [--networks mlp resnet20 ...] [--batch 1 8 64] [--draws 1 20 200] [--budget 3]
+    unpatched   S passes of the network before patching: the plain limit.
+    loop        a forward pass for each of S independent draws.
+    engine      the same draws, so the same numbers, by the engine.
+    floor       the engine's time over its arithmetic floor: the plan's counted arithmetic at the unpatched network's speed.
+    to error    the time that the engine takes with draws of its own choice (balanced, heads, enumeration) to the Monte-Carlo
+                error that the loop has at S = 200, as a fraction of the loop's time. The error is the root mean square of the
+                reported standard errors of the first eight inputs.
+
+Where S passes take longer than the budget, as many as fit (at least ten) are timed: the loop's time is scaled by draws, the
+engine's by its counted arithmetic (marked ~). Parts: the grid; the regression network of the UCI sets, enumerated, against
+loops of 200 and of the paper's 10,000 draws; other libraries (`rivals.py`). Early stopping writes a record of its own.
+
+    python benchmarks/prediction.py [--networks mlp ...] [--sites last ...] [--methods emp ...] [--batch 8 ...]
+                                    [--draws 200 ...] [--parts grid uci rivals] [--budget 1] [--results FOLDER]
+    python benchmarks/prediction.py --early-stopping [--data-dir FOLDER] [--results FOLDER]
 """
 
 import argparse
+import itertools
 import math
-import statistics
-import time
+import os
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import rivals
 import torch
-from records import write_record
-from torch import nn
+from records import RESULTS, write_record
+from safetensors.torch import load_file
+from subjects import METHODS, NETWORKS, Subject
+from timing import Part, draws_to_time, in_turn, part_of, plan_of, quotients, summary, times
+from torch import Tensor
 
 import patchbayes as pb
-from patchbayes.draws import network_of
-from patchbayes.nets import cifar_resnet20, mlp, resnet18
-from patchbayes.prediction.engine import Engine
-from patchbayes.prediction.loop import undisturbed
+from patchbayes.nets import cifar_resnet20, mlp
 
-NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
-    "mlp": (lambda: mlp(13, hidden=(50, 50), out_features=2), (13,), "hidden2+norm2+output"),
-    "resnet20": (lambda: cifar_resnet20(100), (3, 32, 32), "layer3.2.bn1+layer3.2.bn2+output"),
-    "resnet18": (lambda: resnet18(100, stem="cifar"), (3, 32, 32), "layer4.1.bn1+layer4.1.bn2+output"),
-    "resnet18_224": (lambda: resnet18(1000), (3, 224, 224), "layer4.1.bn1+layer4.1.bn2+output"),
+FILTERS: dict[str, list[Any]] = {
+    "networks": list(NETWORKS),
+    "sites": ["norm+output", "last"],
+    "methods": list(METHODS),
+    "batch": [1, 8, 64],
+    "draws": [1, 20, 200],
+    "parts": ["grid", "uci", "rivals"],
 }
-METHODS = {"emp": pb.EMP(5), "ecmp": pb.ECMP(5)}
+ERROR_DRAWS = 200  # of the loop whose error is to be reached
+PAPER_DRAWS = 10_000  # of the regression experiments
+RIVAL_BATCH = 8
+_RATIOS = ("ratio", "work", "floor_ratio")  # engine / loop; arithmetic / S passes; engine / that arithmetic
+_PROBE_DRAWS, _PROBE_INPUTS = 40, 8  # on which the errors of both are compared
+_BLOCK = 5  # draws in which every component comes once
 
 
-def seconds(function: Callable[[], Any], budget: float) -> float:
-    """Median time of a call, as often as fits the budget, at least once."""
-    times: list[float] = []
-    while not times or (sum(times) < budget and len(times) < 7):
-        began = time.perf_counter()
-        function()
-        times.append(time.perf_counter() - began)
-    return statistics.median(times)
+def measure(subject: Subject, numbers: Sequence[int], budget: float) -> list[dict[str, Any]]:
+    """The cells of one patched network and batch, one for each number of draws."""
+    draws = pb.Draws.sample(subject.model, max(numbers))
+    together: dict[int, list[int]] = {}  # numbers of draws that are timed on the same first draws
+    for number in numbers:
+        together.setdefault(draws_to_time(number, subject.one_pass, budget), []).append(number)
+    return [cell for timed, some in together.items() for cell in _cells(subject, draws, timed, some, budget)]
 
 
-def measure(network: str, last: bool, method: str, batch: int, num_draws: int, budget: float) -> dict[str, Any]:
-    make, shape, last_sites = NETWORKS[network]
-    torch.manual_seed(0)
-    plain = make().eval()
-    model = make().eval()
-    x = torch.randn(batch, *shape)
-    pb.patch_(model, METHODS[method], last_sites if last else "norm+output")
-    draws = pb.Draws.sample(model, num_draws)
-    with torch.inference_mode():
-        plain(x)
-        one_pass = seconds(lambda: plain(x), budget / 4)
-    pb.predict(model, x, draws[: min(2, num_draws)])
-    timed = max(1, min(num_draws, int(2 * budget / one_pass)))
-    row: dict[str, Any] = {"scaled": timed < num_draws}
-    if timed == num_draws:
-        pb.predict(model, x, draws)  # calibrates
-        loop, engine, unpatched = [], [], []
-        for _ in range(3 if one_pass * num_draws < budget else 1):
-            with torch.inference_mode():
-                unpatched.append(num_draws * seconds(lambda: plain(x), 0))
-            loop.append(seconds(lambda: pb.predict(model, x, draws, engine="loop"), budget / 4))
-            engine.append(seconds(lambda: pb.predict(model, x, draws), budget / 4))
-        row |= {"unpatched": statistics.median(unpatched), "loop": statistics.median(loop)}
-        row |= {"engine": statistics.median(engine), "work": pb.predict(model, x, draws).plan.work}
-    else:
-        loop = seconds(lambda: pb.predict(model, x, draws[:timed], engine="loop"), budget / 4) * num_draws / timed
-        row |= {"unpatched": one_pass * num_draws, "loop": loop, **_engine_scaled(model, x, draws, budget)}
-    row["ratio"] = row["engine"] / row["loop"]
-    if num_draws == 200:
-        row["to_error"] = _time_to_error(model, x, row, timed, budget)
-    return row
+def _cells(subject: Subject, draws: pb.Draws, timed: int, numbers: list[int], budget: float) -> list[dict[str, Any]]:
+    model, x = subject.model, subject.x
+    passes = min(timed, max(3, int(budget / subject.one_pass)))
+    calls: dict[str, Callable[[], Any]] = {
+        "unpatched": partial(subject.passes, passes),
+        "loop": partial(pb.predict, model, x, draws[:timed], engine="loop"),
+    }
+    parts = {number: part_of(model, x, draws[:number], timed) for number in numbers}
+    for part in parts.values():  # the same call where as many draws are timed
+        calls[f"engine {part.num_timed}"] = partial(pb.predict, model, x, part.draws)
+    own = own_choice(subject, max(_BLOCK, int(budget / subject.one_pass))) if ERROR_DRAWS in numbers else None
+    if own is not None:
+        calls["own"] = partial(pb.predict, model, x, own.draws)
+    seconds = in_turn(calls, budget)
+    cells = []
+    for number, part in parts.items():
+        unpatched = times(number / passes, seconds["unpatched"])
+        loop = times(number / timed, seconds["loop"])
+        engine = times(part.factor, seconds[f"engine {part.num_timed}"])
+        work = part.whole.work
+        cell: dict[str, Any] = {"draws": number, "rounds": len(loop), "scaled": timed < number}
+        cell["timed_draws"] = {"unpatched": passes, "loop": timed, "engine": part.num_timed}
+        cell |= summary("unpatched", unpatched) | summary("loop", loop) | summary("engine", engine)
+        cell |= summary("ratio", quotients(engine, loop)) | {"work": work}
+        cell |= summary("floor_ratio", quotients(engine, times(work, unpatched)))
+        if own is not None and number == ERROR_DRAWS:
+            cell |= summary("to_error", quotients(times(own.factor, seconds["own"]), loop)) | _described(own)
+        cells.append(cell)
+    return cells
 
 
-def _engine_scaled(model: nn.Module, x: torch.Tensor, draws: pb.Draws, budget: float) -> dict[str, float]:
-    """The engine's walk as far as the budget goes, scaled up to all of its results where it did not get to the end."""
-    network = network_of(model)
-    done = 0
-    with undisturbed(model, network), torch.inference_mode():
-        machine = Engine(model, network, draws, compile=False, memory_limit=None, by_loop=False)
-        for turn in range(2):  # the first calibrates
-            began = time.perf_counter()
-            done = 0
-            for members, _ in machine.outputs(x, torch.arange(len(x)), lambda y: y):
-                done += len(members)
-                if time.perf_counter() - began > (2 * budget if turn else 0):
-                    break
-        took = time.perf_counter() - began
-    return {"engine": took * machine.plan.networks / done, "work": machine.plan.work}
+def own_choice(subject: Subject, most_passes: int) -> Part:
+    """The engine's own draws, as many as reach the error of a loop of 200 independent ones."""
+    model, x = subject.model, subject.x
+    if plan_of(model, x, ERROR_DRAWS).exact:
+        return part_of(model, x, ERROR_DRAWS, most_passes)
+    few = x[:_PROBE_INPUTS]
+    loop = _size(pb.predict(model, few, pb.Draws.sample(model, _PROBE_DRAWS)).standard_error)
+    mine = _size(pb.predict(model, few, _PROBE_DRAWS).standard_error)
+    needed = ERROR_DRAWS * (mine / loop) ** 2
+    return part_of(model, x, _BLOCK * max(1, math.ceil(needed / _BLOCK)), most_passes)
 
 
-def _time_to_error(model: nn.Module, x: torch.Tensor, row: dict[str, Any], timed: int, budget: float) -> float:
-    """The engine's time to the loop's error at S = 200, as a fraction of the loop's time."""
-    few = min(60, max(20, timed))
-    iid = pb.predict(model, x, pb.Draws.sample(model, few))
-    target = _size(iid.standard_error) * math.sqrt(few / 200)
-    mine = pb.predict(model, x, 200 if timed == 200 else few)
-    if mine.standard_error_kind == "exact":
-        return seconds(lambda: pb.predict(model, x, 200), budget / 4) / row["loop"]
-    error = _size(mine.standard_error)
-    trunks = len(mine.draws) // mine.plan.heads
-    needed = max(5, 5 * math.ceil(trunks * (error / target) ** 2 / 5))
-    tried = min(needed, max(5, timed))
-    took = seconds(lambda: pb.predict(model, x, tried), budget / 4) * needed / tried
-    return took / row["loop"]
-
-
-def _size(standard_error: torch.Tensor) -> float:
+def _size(standard_error: Tensor) -> float:
     return float(standard_error.double().square().mean().sqrt())
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--networks", nargs="+", default=list(NETWORKS), choices=list(NETWORKS))
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64])
-    parser.add_argument("--draws", type=int, nargs="+", default=[1, 20, 200])
-    parser.add_argument("--budget", type=float, default=3.0, help="seconds for a timing")
-    arguments = parser.parse_args()
-    warnings.simplefilter("ignore")
-    header = (
-        "network",
-        "sites",
-        "method",
-        "batch",
-        "S",
-        "unpatched s",
-        "loop s",
-        "engine s",
-        "engine/loop",
-        "work",
-        "to error",
+def _described(own: Part) -> dict[str, Any]:
+    plan = own.whole
+    return {
+        "own": {
+            "sampling": plan.sampling,
+            "draws": plan.num_draws // plan.heads,
+            "heads": plan.heads,
+            "timed_draws": own.num_timed,
+        }
+    }
+
+
+def measure_uci(batch: int, budget: float) -> dict[str, Any]:
+    """The regression network with both batch norms patched: all of its 25 networks, against loops of draws."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model, x = mlp(13).eval(), torch.randn(batch, 13)
+        pb.patch_(model, METHODS["emp"], "norm")
+    likelihood, draws = pb.Gaussian(precision=0.1), pb.Draws.sample(model, ERROR_DRAWS)
+    exact = pb.predict(model, x, "exact", likelihood=likelihood)
+    calls: dict[str, Callable[[], Any]] = {
+        "exact": partial(pb.predict, model, x, "exact", likelihood=likelihood),
+        "loop": partial(pb.predict, model, x, draws, likelihood=likelihood, engine="loop"),
+    }
+    seconds = in_turn(calls, budget)
+    paper_loop = times(PAPER_DRAWS / ERROR_DRAWS, seconds["loop"])
+    row: dict[str, Any] = {"batch": batch, "networks": exact.num_draws, "rounds": len(paper_loop)}
+    row |= {"loop_draws": ERROR_DRAWS, "paper_draws": PAPER_DRAWS, "paper_timed_draws": ERROR_DRAWS}
+    row |= summary("exact", seconds["exact"]) | summary("loop", seconds["loop"]) | summary("paper_loop", paper_loop)
+    row |= summary("ratio", quotients(seconds["exact"], seconds["loop"]))
+    return row | summary("paper_ratio", quotients(seconds["exact"], paper_loop))
+
+
+def measure_early_stopping(
+    folder: Path, num_images: int = 64, num_draws: int = 200, tolerance: float = 0.005, rounds: int = 5
+) -> dict[str, Any]:
+    """A network trained on CIFAR-100 by others, patched, on test images: stopping at a tolerance against all draws."""
+    model = cifar_resnet20(100).eval()
+    model.load_state_dict(load_file(folder / "pretrained" / "cifar100_resnet20.safetensors"))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        pb.patch_(model, pb.ECMP(5, jitter=0.12), "norm+output")
+    x = cifar100_test_images(folder, num_images)
+    every = pb.predict(model, x, num_draws)
+    stopped = pb.predict(model, x, num_draws, tolerance=tolerance)
+    calls: dict[str, Callable[[], Any]] = {
+        "all": partial(pb.predict, model, x, num_draws),
+        "stopped": partial(pb.predict, model, x, num_draws, tolerance=tolerance),
+    }
+    seconds = in_turn(calls, 0, fewest=rounds)
+    used = stopped.draws_used.double() / every.plan.heads
+    top = every.probs.argmax(-1, keepdim=True)
+    change = (stopped.probs - every.probs).gather(-1, top).abs()
+    return (
+        {"network": "cifar_resnet20", "data": "cifar100 test", "inputs": num_images, "method": "ECMP(5, jitter=0.12)"}
+        | {"sites": "norm+output", "tolerance": tolerance, "draws": num_draws, "heads": every.plan.heads}
+        | {
+            "draws_used": float(used.mean()),
+            "draws_used_quartiles": used.quantile(torch.tensor([0.25, 0.75]).double()).tolist(),
+        }
+        | {"inputs_with_all_draws": int((used == num_draws).sum()), "largest_change_of_top": float(change.max())}
+        | {"rounds": len(seconds["all"])}
+        | summary("all", seconds["all"])
+        | summary("stopped", seconds["stopped"])
+        | summary("ratio", quotients(seconds["stopped"], seconds["all"]))
     )
-    print(" ".join(f"{text:>12}" for text in header))
-    rows = []
-    for network in arguments.networks:
-        for last in (False, True):
-            for method in METHODS:
-                for batch in arguments.batch:
-                    for num_draws in arguments.draws:
-                        cell = {"network": network, "sites": "last" if last else "norm+output", "method": method}
-                        cell |= {"batch": batch, "draws": num_draws}
-                        row = measure(network, last, method, batch, num_draws, arguments.budget)
-                        rows.append(cell | row)
-                        show(rows[-1])
-    name = "prediction" if len(arguments.networks) == len(NETWORKS) else f"prediction_{'_'.join(arguments.networks)}"
-    name += "" if len(arguments.batch) > 1 else f"_batch{arguments.batch[0]}"
-    print("written:", write_record(name, {"cells": rows}))
+
+
+def cifar100_test_images(folder: Path, number: int) -> Tensor:
+    """The first test images as the network wants them, (N, 3, 32, 32)."""
+    size = 2 + 3 * 32 * 32  # two label bytes before the pixels
+    records = np.fromfile(folder / "cifar-100-binary" / "test.bin", np.uint8, count=number * size).reshape(number, size)
+    pixels = torch.from_numpy(records[:, 2:].reshape(number, 3, 32, 32).astype(np.float32)) / 255
+    mean, std = torch.tensor([0.5070, 0.4865, 0.4409]), torch.tensor([0.2673, 0.2564, 0.2761])
+    return (pixels - mean.view(3, 1, 1)) / std.view(3, 1, 1)
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    arguments = parse(words)
+    warnings.simplefilter("ignore")
+    if arguments.early_stopping:
+        content = measure_early_stopping(data_folder(arguments.data_dir))
+        print(
+            "tolerance {tolerance}: {draws_used:.1f} of {draws} draws on average, {ratio:.3f} of the time".format(
+                **content
+            )
+        )
+        print("written:", write_record("early_stopping", content, arguments.results))
+        return
+    content = {"budget": arguments.budget}
+    if "grid" in arguments.parts:
+        content["cells"] = run_grid(arguments)
+    if "uci" in arguments.parts:
+        content["uci"] = []
+        for batch in arguments.batch:
+            content["uci"].append(measure_uci(batch, arguments.budget))
+            show_uci(content["uci"][-1])
+    if "rivals" in arguments.parts:
+        content["rivals"] = []
+        numbers = [number for number in arguments.draws if number > 1]
+        for network in arguments.networks:
+            for row in rivals.compare(network, RIVAL_BATCH, numbers, arguments.budget):
+                content["rivals"].append(row)
+                show_rival(row)
+    print("written:", write_record(record_name(arguments), content, arguments.results))
+
+
+def parse(words: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for name, values in FILTERS.items():
+        choices = None if isinstance(values[0], int) else values
+        parser.add_argument(f"--{name}", nargs="+", type=type(values[0]), default=values, choices=choices)
+    parser.add_argument("--budget", type=float, default=1.0, help="seconds for a timing")
+    parser.add_argument("--early-stopping", action="store_true", help="measure that, and nothing else")
+    parser.add_argument("--data-dir", type=Path, help="for --early-stopping; else the environment's PATCHBAYES_DATA")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the record")
+    arguments = parser.parse_args(words)
+    if min(*arguments.batch, *arguments.draws) < 1 or not arguments.budget > 0:
+        parser.error("--batch and --draws are at least 1, --budget is above 0")
+    return arguments
+
+
+def data_folder(given: Path | None) -> Path:
+    folder = given or Path(os.environ.get("PATCHBAYES_DATA", ""))
+    needed = ("pretrained/cifar100_resnet20.safetensors", "cifar-100-binary/test.bin")
+    missing = [name for name in needed if not (folder / name).is_file()]
+    if missing:
+        sys.exit(f"--early-stopping: {folder} lacks {', '.join(missing)}; name the folder with --data-dir.")
+    return folder
+
+
+def record_name(arguments: argparse.Namespace) -> str:
+    """The complete run is "prediction"; one with filters names what they leave."""
+    given = {name: getattr(arguments, name) for name, values in FILTERS.items() if getattr(arguments, name) != values}
+    return "_".join(["prediction", *(str(value) for values in given.values() for value in values)])
+
+
+def run_grid(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    for text in ("network", "sites", "method", "batch", "S", "unpatched s", "loop s", "engine s", *_RATIOS, "to_error"):
+        print(f"{text:>12}", end=" ")
+    print()
+    cells = []
+    settings = (arguments.networks, arguments.sites, arguments.methods, arguments.batch)
+    for network, sites, method, batch in itertools.product(*settings):
+        where = {"network": network, "sites": sites, "method": method, "batch": batch}
+        for cell in measure(Subject.make(network, sites, method, batch), arguments.draws, arguments.budget):
+            cells.append(where | cell)
+            show(cells[-1])
+    return cells
 
 
 def show(cell: dict[str, Any]) -> None:
     mark = "~" if cell["scaled"] else ""
-    numbers = [f"{mark}{cell[name]:.4f}" for name in ("unpatched", "loop", "engine")]
-    error = f"{cell['to_error']:.3f}" if "to_error" in cell else ""
-    texts = [cell["network"], cell["sites"], cell["method"], str(cell["batch"]), str(cell["draws"]), *numbers]
-    texts += [f"{cell['ratio']:.3f}", f"{cell['work']:.3f}", error]
+    texts = [str(cell[name]) for name in ("network", "sites", "method", "batch", "draws")]
+    texts += [f"{mark}{cell[name]:.4f}" for name in ("unpatched", "loop", "engine")]
+    texts += [f"{cell[name]:.3f}" for name in _RATIOS]
+    texts += [f"{cell['to_error']:.3f}"] if "to_error" in cell else []
     print(" ".join(f"{text:>12}" for text in texts), flush=True)
+
+
+def show_uci(row: dict[str, Any]) -> None:
+    print(
+        f"regression network, batch {row['batch']}: all {row['networks']} networks in {row['exact']:.4f} s; loop of "
+        f"{row['loop_draws']} {row['loop']:.3f} s, of {row['paper_draws']} ~{row['paper_loop']:.2f} s; "
+        f"1/{1 / row['ratio']:.0f} and 1/{1 / row['paper_ratio']:.0f} of the time",
+        flush=True,
+    )
+
+
+def show_rival(row: dict[str, Any]) -> None:
+    where = f"{row['network']:>12} batch {row['batch']} S {row['draws']:>3} {row['name']:<40}"
+    if "unavailable" in row:
+        print(where, row["unavailable"], flush=True)
+    else:
+        mark = "~" if row["scaled"] else ""
+        print(where, f"{mark}{row['seconds']:.4f} s, {row['times_unpatched']:.3f} x S unpatched passes", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,24 +1,28 @@
-"""What every benchmark record says besides its numbers: when, where, with what, from which commit."""
+"""What every benchmark record says besides its numbers: when, where, with what, from which commit, by which command."""
 
 import json
 import os
 import platform
+import shlex
 import subprocess
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from patchbayes.files import write_atomically
+
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 
 
-def write_record(name: str, content: dict[str, Any]) -> Path:
-    """Write results/<name>.json with the machine, versions and commit beside the content."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
+def write_record(name: str, content: dict[str, Any], folder: Path = RESULTS) -> Path:
+    """Write <folder>/<name>.json with the machine, versions, commit and command beside the content."""
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{name}.json"
     record = {"benchmark": name, **_circumstances(), **content}
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    write_atomically(path, (json.dumps(record, indent=1) + "\n").encode())
     return path
 
 
@@ -28,6 +32,7 @@ def _circumstances() -> dict[str, Any]:
 
     return {
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
         "commit": git("rev-parse", "--short", "HEAD") + ("-dirty" if git("status", "--porcelain", "src") else ""),
         "machine": {"cores": os.cpu_count(), "processor": _processor(), "threads": torch.get_num_threads()},
         "versions": {"python": platform.python_version(), "torch": torch.__version__},

@@ -20,9 +20,23 @@ LAYERS = [
     {"patching", "patch_report"},
     {"objective", "prediction", "checkpoint"},
     {"contract"},
+    {"nets", "counting", "metrics", "provenance", "data"},
+    {"training"},
+    {"bayesianizing"},
+    {"evaluation", "report"},
+    {"experiments"},
+    {"cli"},
+    {"__main__"},
 ]
-# Parts that stand beside the core: they use the errors, and nothing of the core uses them.
-BESIDE = {"nets", "counting", "metrics"}
+# Parts that stand beside the core, and what they may use of it; nothing of the core uses them.
+BESIDE = {
+    "nets": {"errors"},
+    "counting": {"errors"},
+    "metrics": {"errors"},
+    "provenance": set(),
+    "data": {"errors", "files", "randomness"},
+    "report": {"errors", "files", "metrics"},
+}
 
 FILES = {path.relative_to(SOURCE): ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
 
@@ -67,7 +81,7 @@ def part(name):
 
 
 def test_every_module_has_a_place():
-    placed = set().union(*LAYERS) | BESIDE | {""}
+    placed = set().union(*LAYERS) | {""}
     assert {part(module_name(path)) for path in FILES} == placed
     assert sum(len(names) for names in GRAPH.values()) > 60  # the parser above does see imports
     assert GRAPH[Path("contract.py")] >= {"checkpoint", "draws", "patching", "posteriors.mixture", "prediction.loop"}
@@ -85,12 +99,13 @@ def test_nothing_imports_a_later_layer():
     assert wrong == []
 
 
-def test_parts_beside_the_core_know_only_errors_and_themselves():
+def test_parts_beside_the_core_know_little_of_it():
     wrong = [
         (module_name(path), target)
         for path, targets in GRAPH.items()
         for target in targets
-        if part(module_name(path)) in BESIDE and part(target) not in {"errors", part(module_name(path))}
+        if part(module_name(path)) in BESIDE
+        and part(target) not in {part(module_name(path)), *BESIDE[part(module_name(path))]}
     ]
     assert wrong == []
 
@@ -135,7 +150,9 @@ def test_nothing_is_pickled_or_evaluated():
     }
     assert imported == set()
     forbidden = {"torch.load", "torch.save", "np.load", "numpy.load", "eval", "exec"}
-    assert [(str(path), name) for path, name, *_ in ALL_CALLS if name in forbidden] == []
+    found = [(str(path), name, ast.unparse(node)) for path, name, node, _ in ALL_CALLS if name in forbidden]
+    safe = {"torch.load": "weights_only=True", "np.load": "allow_pickle=False"}
+    assert [call for call in found if call[1] not in safe or safe[call[1]] not in call[2]] == []
 
 
 def test_random_numbers_come_from_an_explicit_generator():

@@ -6,8 +6,12 @@ from typing import Annotated
 
 import typer
 
+from .evaluate import evaluate
 from .params import params
+from .predict import predict
+from .report import report
 from .reproduce import reproduce
+from .train import train
 
 application = typer.Typer(
     name="patchbayes",
@@ -17,8 +21,8 @@ application = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-application.command()(params)
-application.command()(reproduce)
+for command in (train, evaluate, predict, report, params, reproduce):
+    application.command()(command)
 
 _debug = False
 
@@ -30,9 +34,7 @@ def options(
 ) -> None:
     """Make a neural network that you already have into a Bayesian one, and see how far to trust it."""
     if version:
-        from .. import __version__
-
-        typer.echo(f"patchbayes {__version__}")
+        typer.echo(f"patchbayes {sys.modules['patchbayes'].__version__}")
         raise typer.Exit
     global _debug
     _debug = debug

@@ -100,6 +100,14 @@ def class_answers(
     return ClassAnswers(joined[0], joined[1], joined[2], joined[3], at_draws, len(taken), taken.is_exact)
 
 
+def plain_outputs(model: nn.Module, inputs: Tensor) -> Tensor:
+    """The output (B, ...) of an unpatched network in evaluation mode."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    with evaluating(model):
+        output: Any = model(inputs.to(device))
+    return torch.as_tensor(getattr(output, "logits", output))
+
+
 def fitting_batch_size(draws: int, outputs: int, largest: int = 256) -> int:
     """A batch so small that what every draw says of it fits into memory easily."""
     return max(1, min(largest, _KEPT // (draws * outputs)))
@@ -138,7 +146,7 @@ def value_answers(
             kept, weights = prediction.draw_means, prediction.weights
             num_draws, exact = len(prediction.draws), prediction.draws.is_exact
         else:
-            kept = _forward(model, inputs).unsqueeze(0)
+            kept = plain_outputs(model, inputs).unsqueeze(0)
         means.append(kept.cpu().double() * std + mean)
         targets.append(wanted.cpu().double() * std + mean)
     deviation = std * float(likelihood.precision) ** -0.5
@@ -148,14 +156,7 @@ def value_answers(
 def _plain_class_answers(model: nn.Module, batches: Batches) -> ClassAnswers:
     log_probs, targets = [], []
     for inputs, wanted in batches:
-        log_probs.append(torch.log_softmax(_forward(model, inputs).float(), -1).cpu())
+        log_probs.append(torch.log_softmax(plain_outputs(model, inputs).float(), -1).cpu())
         targets.append(wanted.cpu())
     joined, none = torch.cat(log_probs), torch.zeros(sum(map(len, targets)))
     return ClassAnswers(joined, torch.cat(targets), none, none, {}, 1, True)
-
-
-def _forward(model: nn.Module, inputs: Tensor) -> Tensor:
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    with evaluating(model):
-        output: Any = model(inputs.to(device))
-    return torch.as_tensor(getattr(output, "logits", output))

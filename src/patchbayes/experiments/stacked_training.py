@@ -21,7 +21,7 @@ from ..errors import PatchbayesError
 
 EPS = 1e-5  # of nn.BatchNorm1d
 MOMENTUM = 0.1  # of nn.BatchNorm1d
-BLOCK = 64  # steps whose data are gathered at once: few calls, and still small beside the cache
+BLOCK = 16  # steps whose data are gathered at once: few calls, and still small beside the cache
 
 
 @dataclass(frozen=True)
@@ -218,23 +218,27 @@ def train_(
         )
     optimizer = _Adam(networks.flat, recipe)
     scale = torch.ones(r, targets.shape[-1], 1, dtype=targets.dtype) if weights is None else weights.unsqueeze(-1)
+    spaces: dict[int, Tensor] = {}  # by batch size
     for block in steps:
         x = _rows_of(inputs, block.rows)  # (T, R, F, B)
         if block.dropped_inputs is not None:
             x = x.div_(1 - recipe.rate)
             x.view(-1)[block.dropped_inputs] = 0
+        b = x.shape[-1]
+        if b not in spaces:
+            spaces[b] = torch.empty(3, r, recipe.hidden, b, dtype=x.dtype)
         moments: list[tuple[Tensor, Tensor]] = []
         if recipe.norm != "none":
             mean0 = x.mean(-1, keepdim=True)
-            x = x - mean0
-            var0 = x.square().mean(-1, keepdim=True)
-            x = x * (var0 + EPS).rsqrt()
+            x -= mean0
+            var0 = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_() / b
+            x *= (var0 + EPS).rsqrt()
         x = F.pad(x, (0, 0, 0, 1), value=1.0)  # a row of ones carries the bias
         y = _rows_of(targets, block.rows)
         for t in range(len(block.rows)):
             which = None if block.components is None else block.components[t].unsqueeze(1)
             dropped = None if block.dropped_hidden is None else block.dropped_hidden[t]
-            moments.append(_set_gradients_(networks, x[t], y[t], scale, which, dropped))
+            moments.append(_set_gradients_(networks, x[t], y[t], scale, which, dropped, spaces[b]))
             optimizer.step_(networks.grad)
         if recipe.norm != "none":
             mean1, var1 = (torch.stack(column) for column in zip(*moments, strict=True))
@@ -251,11 +255,18 @@ def _rows_of(table: Tensor, rows: Tensor) -> Tensor:
 
 
 def _set_gradients_(
-    networks: StackedNetworks, x: Tensor, y: Tensor, scale: Tensor, which: Tensor | None, dropped: Tensor | None
+    networks: StackedNetworks,
+    x: Tensor,
+    y: Tensor,
+    scale: Tensor,
+    which: Tensor | None,
+    dropped: Tensor | None,
+    space: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """The gradient of the loss at one batch, into `networks.grad`. Returns mean and variance of what norm1 normalized.
 
-    x (R, F + 1, B) normalized, y (R, D, B), scale (R, D, 1), which (R, 1, 2 (F + H)), dropped: positions in (R, H, B).
+    x (R, F + 1, B) normalized, y (R, D, B), scale (R, D, 1), which (R, 1, 2 (F + H)), dropped: positions in (R, H, B),
+    space (3, R, H, B) is overwritten.
 
     A batch norm is affine in what it normalizes, so its scale and shift are folded into the linear map after it: the large
     (R, H, B) arrays are passed over as seldom as possible.
@@ -265,7 +276,7 @@ def _set_gradients_(
     keep = 1 - networks.recipe.rate
     if norm == "none":
         hidden_map = torch.cat([weight, p["hidden_bias"].unsqueeze(-1)], dim=-1)
-        scale0 = shift0 = scale1 = shift1 = None
+        scale0 = shift0 = scale1 = shift1 = torch.empty(0)
     else:
         drawn = p["patches"][:, 0] if which is None else p["patches"].gather(1, which)[:, 0]
         scale0, shift0, scale1, shift1 = (
@@ -276,22 +287,23 @@ def _set_gradients_(
     if keep < 1:
         hidden_map = hidden_map / keep  # relu(a) / keep = relu(a / keep)
 
-    # Forward. `normed` is what norm1 gives before its scale and shift.
+    # Forward. Large results go into the workspace: fresh memory for each would cost more than the arithmetic.
     mean = var = rstd = torch.empty(0)
-    activations = torch.bmm(hidden_map, x)
+    activations = torch.bmm(hidden_map, x, out=space[0])
     if norm == "before":
-        normed, mean, var, rstd = _normalized(activations)
+        normed, mean, var, rstd = _centered(activations, space[1], space[2])
         normed *= rstd
-        activations = torch.addcmul(shift1.transpose(1, 2), normed, scale1.transpose(1, 2))
+        torch.addcmul(shift1.transpose(1, 2), normed, scale1.transpose(1, 2), out=activations)
     hidden = activations.relu_()
     if dropped is not None:
         hidden.view(-1)[dropped] = 0
     if norm == "after":
-        centered, mean, var, rstd = _normalized(hidden)
+        centered, mean, var, rstd = _centered(hidden, space[1], space[2])
         rstd_row = rstd.transpose(1, 2)
         output_map = output * scale1
+        scaled_map = output_map * rstd_row
         shift = torch.baddbmm(p["output_bias"].unsqueeze(-1), output, shift1.transpose(1, 2))
-        error = torch.baddbmm(shift - y, output_map * rstd_row, centered)
+        error = torch.baddbmm(shift - y, scaled_map, centered)
     else:
         error = torch.baddbmm(p["output_bias"].unsqueeze(-1) - y, output, hidden)
 
@@ -299,24 +311,26 @@ def _set_gradients_(
     slope = error.mul_(scale * (2 / (y.shape[1] * y.shape[2])))
     slope_sum = slope.sum(-1, keepdim=True)
     grad["output_bias"].copy_(slope_sum.squeeze(-1))
+    back = space[2]
     patch_slopes = []
     if norm == "after":
-        map_slope = torch.bmm(slope, centered.transpose(1, 2)) * rstd_row  # of output_map, (R, D, H)
+        map_slope = torch.bmm(slope, centered.transpose(1, 2)).mul_(rstd_row)  # of output_map, (R, D, H)
         torch.addcmul(map_slope * scale1, slope_sum, shift1, out=grad["output_weight"])
         patch_slopes = [(map_slope * output).sum(1), (slope_sum * output).sum(1)]
         # (I - mean - normed mean(normed .)) rstd of batch norm, with output_map^T slope of rank D
-        pull = (output_map * map_slope).sum(1, keepdim=True).transpose(1, 2) * (rstd.square() / y.shape[2])
-        slope = slope - slope_sum / y.shape[2]
-        back = torch.bmm((output_map * rstd_row).transpose(1, 2), slope).sub_(centered.mul_(pull))
+        pull = (output_map * map_slope).sum(1).unsqueeze(-1) * (rstd.square() / y.shape[2])
+        torch.bmm(scaled_map.transpose(1, 2), slope - slope_sum / y.shape[2], out=back)
+        back.sub_(centered.mul_(pull))
     else:
         torch.bmm(slope, hidden.transpose(1, 2), out=grad["output_weight"])
-        back = torch.bmm(output.transpose(1, 2), slope)
-    back = torch.ops.aten.threshold_backward(back, hidden, 0)  # a dropped unit is zero, so its slope stops here too
+        torch.bmm(output.transpose(1, 2), slope, out=back)
+    torch.ops.aten.threshold_backward.grad_input(back, hidden, 0, grad_input=back)  # stops at dropped units too
     if norm == "before":
-        patch_slopes = [(back * normed).sum(-1), back.sum(-1)]
-        back = back * (scale1.transpose(1, 2) * rstd)
-        pull = (back * normed).mean(-1, keepdim=True)
-        back = back - back.mean(-1, keepdim=True) - normed * pull
+        product = torch.mul(back, normed, out=hidden)
+        patch_slopes = [product.sum(-1), back.sum(-1)]
+        factor = scale1.transpose(1, 2) * rstd
+        pull, push = (part.unsqueeze(-1) * (factor / y.shape[2]) for part in patch_slopes)
+        back.mul_(factor).sub_(normed.mul_(pull)).sub_(push)
     hidden_slope = torch.bmm(back, x.transpose(1, 2))  # of hidden_map, (R, H, F + 1)
     if keep < 1:
         hidden_slope /= keep
@@ -335,12 +349,12 @@ def _set_gradients_(
     return mean, var
 
 
-def _normalized(values: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """values - mean, and mean, variance and 1 / sqrt(variance + eps) over the batch, each (R, H, 1)."""
+def _centered(values: Tensor, out: Tensor, spare: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """values - mean (in `out`), and mean, variance and 1 / sqrt(variance + eps) over the batch, each (R, H, 1)."""
     mean = values.mean(-1, keepdim=True)
-    centered = values - mean
-    var = centered.square().mean(-1, keepdim=True)
-    return centered, mean, var, (var + EPS).rsqrt()
+    torch.sub(values, mean, out=out)
+    var = torch.mul(out, out, out=spare).mean(-1, keepdim=True)
+    return out, mean, var, (var + EPS).rsqrt()
 
 
 def _remember_(networks: StackedNetworks, mean: Tensor, var: Tensor, batch: int) -> None:

@@ -1,88 +1,47 @@
-"""Accuracy, log-likelihood and calibration of class probabilities."""
-
-from dataclasses import dataclass
+"""Accuracy, likelihood and squared error of class probabilities; of each example, and on average."""
 
 import torch
 from torch import Tensor
 
 from ..errors import PatchbayesError
+from .checks import check_examples, checked_log_probs, checked_probs
 
 
 def accuracy(probs: Tensor, targets: Tensor, top: int = 1) -> float:
     """The share of examples whose class is among the `top` most probable. probs (B, C), targets (B,)."""
-    _check(probs, targets)
-    if not 1 <= top <= probs.shape[1]:
-        raise PatchbayesError(f"accuracy(top={top}): between 1 and the number of classes, {probs.shape[1]}.")
-    return float((probs.topk(top, dim=1).indices == targets.unsqueeze(1)).any(1).double().mean())
+    check_examples("accuracy", targets)
+    return float(correct(probs, targets, top).double().mean())
 
 
 def nll(log_probs: Tensor, targets: Tensor) -> float:
     """Mean negative log-likelihood per example, in nats. log_probs (B, C), targets (B,)."""
-    _check(log_probs, targets)
-    return -float(log_probs.double().gather(1, targets.unsqueeze(1)).mean())
+    check_examples("nll", targets)
+    return float(nll_per_example(log_probs, targets).mean())
 
 
 def brier(probs: Tensor, targets: Tensor) -> float:
     """Mean squared distance to the one-hot target, summed over classes: between 0 and 2. probs (B, C), targets (B,)."""
-    _check(probs, targets)
-    one_hot = torch.nn.functional.one_hot(targets, probs.shape[1])
-    return float((probs.double() - one_hot).square().sum(1).mean())
+    check_examples("brier", targets)
+    return float(brier_per_example(probs, targets).mean())
 
 
-@dataclass(frozen=True)
-class CalibrationBins:
-    """Confidence and accuracy by bins of confidence: the calibration curve of figures 4, 5 and 7.
-
-    count, confidence, accuracy (R,): examples in the bin, their mean confidence and accuracy (NaN in an empty bin).
-    num_examples: all examples, also of bins that are left out of the errors.
-    """
-
-    count: Tensor
-    confidence: Tensor
-    accuracy: Tensor
-    num_examples: int
-    min_count: int
-
-    @property
-    def _gaps(self) -> Tensor:
-        return (self.accuracy - self.confidence).abs()[self.count >= self.min_count]
-
-    @property
-    def expected_error(self) -> float:
-        """ECE: sum over bins of |B_r| / n |accuracy - confidence|, n counting all examples."""
-        weights = self.count[self.count >= self.min_count].double() / self.num_examples
-        return float((weights * self._gaps).sum())
-
-    @property
-    def maximum_error(self) -> float:
-        """MCE: the largest gap of a bin, 0 where no bin has enough examples."""
-        return float(self._gaps.max()) if len(self._gaps) else 0.0
+def correct(probs: Tensor, targets: Tensor, top: int = 1) -> Tensor:
+    """Whether the class is among the `top` most probable, (B,) bool. probs (B, C), targets (B,)."""
+    probs, targets = checked_probs("accuracy", probs, targets)
+    if not 1 <= top <= probs.shape[1]:
+        raise PatchbayesError(f"accuracy(top={top}): between 1 and the number of classes, {probs.shape[1]}.")
+    # Of several largest probabilities, argmax takes the class that the calibration errors take.
+    chosen = probs.argmax(1, keepdim=True) if top == 1 else probs.topk(top, dim=1).indices
+    return (chosen == targets.unsqueeze(1)).any(1)
 
 
-def calibration_bins(probs: Tensor, targets: Tensor, num_bins: int = 20, min_count: int = 6) -> CalibrationBins:
-    """Bins ((r-1)/R, r/R] of the top probability (appendix D.2). probs (B, C), targets (B,).
-
-    A confidence of exactly 0 belongs to the first bin. Bins with fewer than `min_count` examples (the paper removes those
-    with at most 5) enter neither ECE nor MCE.
-    """
-    _check(probs, targets)
-    if num_bins < 1:
-        raise PatchbayesError(f"calibration_bins(num_bins={num_bins}): at least one bin.")
-    confidence, predicted = probs.double().max(1)
-    right = (predicted == targets).double()
-    which = ((confidence * num_bins).ceil() - 1).clamp(0, num_bins - 1).long()
-    # Products of float arithmetic can cross an edge: the edges themselves decide.
-    edges = torch.arange(num_bins + 1, dtype=torch.float64, device=probs.device) / num_bins
-    which = torch.where(confidence <= edges[which], (which - 1).clamp_min(0), which)
-    which = torch.where(confidence > edges[which + 1], (which + 1).clamp_max(num_bins - 1), which)
-    count = torch.bincount(which, minlength=num_bins)
-    sums = [torch.bincount(which, weights=values, minlength=num_bins) for values in (confidence, right)]
-    return CalibrationBins(count, sums[0] / count, sums[1] / count, len(targets), min_count)
+def nll_per_example(log_probs: Tensor, targets: Tensor) -> Tensor:
+    """-log p(y | x), (B,) float64. log_probs (B, C), targets (B,)."""
+    log_probs, targets = checked_log_probs("nll", log_probs, targets)
+    return -log_probs.gather(1, targets.unsqueeze(1)).squeeze(1)
 
 
-def _check(values: Tensor, targets: Tensor) -> None:
-    if values.dim() != 2 or targets.shape != values.shape[:1] or targets.is_floating_point():
-        raise PatchbayesError(
-            f"a metric takes probabilities (B, C) and class numbers (B,); given were {tuple(values.shape)} and "
-            f"{targets.dtype} {tuple(targets.shape)}."
-        )
+def brier_per_example(probs: Tensor, targets: Tensor) -> Tensor:
+    """Squared distance to the one-hot target, summed over classes, (B,) float64. probs (B, C), targets (B,)."""
+    probs, targets = checked_probs("brier", probs, targets)
+    return (probs - torch.nn.functional.one_hot(targets, probs.shape[1])).square().sum(1)

@@ -1,0 +1,103 @@
+"""patchbayes predict: answers for images or rows of a table, with how far to trust each."""
+
+import csv
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .console import finite, show, tell
+
+_FORMATS = ("table", "jsonl", "csv")
+
+
+def predict(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    files: Annotated[
+        list[Path],
+        typer.Argument(help="Image files or folders of them; or CSV files with the columns of the training data."),
+    ],
+    draws: Annotated[int, typer.Option(help="Draws to average.")] = 20,
+    risk: Annotated[
+        float | None,
+        typer.Option(
+            help="Refer answers to a human so that, with 95 % confidence, at most this share of the others is wrong."
+        ),
+    ] = None,
+    tolerance: Annotated[
+        float | None, typer.Option(help="Stop drawing for an input when its Monte-Carlo error is below this.")
+    ] = None,
+    output: Annotated[str, typer.Option("--format", help="table, jsonl or csv.")] = "table",
+    batch_size: Annotated[int, typer.Option(help="Inputs predicted at a time.")] = 64,
+    which: Annotated[str, typer.Option("--checkpoint", help="best or last.")] = "best",
+    risk_on: Annotated[str, typer.Option(help="Part of the data, not trained on, that --risk is set on.")] = "held_out",
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Where data sets lie (for --risk); else $PATCHBAYES_DATA.")
+    ] = None,
+) -> None:
+    """Answers for new inputs, as they come: class, probability, uncertainty, and whether to ask a human.
+
+    Epistemic uncertainty is what the draws disagree on (mutual information), aleatoric what remains when the network is
+    known (expected entropy), both in nats; in regression they are standard deviations in the units of the target. For
+    --risk a part of the run's data is predicted first and a threshold on the probability is set from it.
+
+    \b
+    patchbayes predict runs/ecmp photos/ --risk 0.05
+    patchbayes predict runs/wine rows.csv --format jsonl | jq .mean
+    """
+    from ..evaluation.new_inputs import NewInputs
+
+    if output not in _FORMATS:
+        raise typer.BadParameter(f"--format {output}: give one of {', '.join(_FORMATS)}.")
+    answering = NewInputs.open(run, which, data_dir, draws=draws, tolerance=tolerance, batch_size=batch_size)
+    if risk is not None:
+        tell(f"setting the threshold for a risk of {risk:g} on {risk_on} ...")
+        answering = answering.referring(risk, risk_on)
+        tell(answering.about_threshold)
+    _write(answering.answers(files), output)
+
+
+def _write(rows: Iterable[dict[str, Any]], output: str) -> None:
+    if output == "jsonl":
+        for row in rows:
+            show(json.dumps(finite(row), ensure_ascii=False))
+    elif output == "csv":
+        writer: Any = None
+        for row in rows:
+            if writer is None:
+                writer = csv.DictWriter(sys.stdout, list(row), lineterminator="\n")
+                writer.writeheader()
+            writer.writerow({key: _harmless(value) for key, value in row.items()})
+    else:
+        _write_table(iter(rows))
+
+
+def _write_table(rows: Iterator[dict[str, Any]]) -> None:
+    """Columns as wide as the first rows need, so that the table can be printed while answers come."""
+    first = [row for _, row in zip(range(50), rows, strict=False)]
+    if not first:
+        return
+    header = list(first[0])
+    widths = [max(len(key), *(len(_cell(row[key])) for row in first)) for key in header]
+
+    def line(cells: Sequence[str]) -> str:
+        return "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
+
+    show(line([key.replace("_", " ") for key in header]))
+    for part in (first, rows):
+        for row in part:
+            show(line([_cell(row[key]) for key in header]))
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, bool):
+        return "refer" if value else ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _harmless(value: Any) -> Any:
+    """A text that a spreadsheet would run as a formula gets a quote in front."""
+    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t")) else value

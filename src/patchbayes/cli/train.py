@@ -1,0 +1,126 @@
+"""patchbayes train: a run folder from a data set, a network and a method."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .console import show, show_json
+
+
+def train(
+    folder: Annotated[Path, typer.Argument(help="The run folder to write.")],
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="digits, cifar100, idx:DIR, images:DIR, csv:FILE#TARGET, uci:NAME, npz:FILE, package.module:function, ..."
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="small_cnn, mlp, cifar_resnet20, resnet18, ..., timm:NAME, torchvision:NAME, package.module:function."
+        ),
+    ] = None,
+    method: Annotated[
+        str | None, typer.Option(help="vanilla, dropout, emp, ecmp, dropconnect, meanfield or ensemble.")
+    ] = None,
+    sites: Annotated[str | None, typer.Option(help="Layers to patch, such as norm+output.")] = None,
+    components: Annotated[
+        int | None, typer.Option("-K", "--components", help="Components of each patched layer.")
+    ] = None,
+    rate: Annotated[float | None, typer.Option(help="Share that dropout drops.")] = None,
+    jitter: Annotated[float | None, typer.Option(help="How far apart the components start.")] = None,
+    objective: Annotated[str | None, typer.Option(help="elbo, or simplified (the paper's appendix C.1).")] = None,
+    optimizer: Annotated[str | None, typer.Option(help="sgd, adam or adamw.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
+    patch_lr: Annotated[float | None, typer.Option(help="Learning rate of the patched layers, if another.")] = None,
+    schedule: Annotated[str | None, typer.Option(help="cosine, constant or step.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Passes over the training part.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Examples in a step.")] = None,
+    draws_per_step: Annotated[int | None, typer.Option(help="Draws of the network in a step.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the start, draws, data order and augmentation.")] = None,
+    precision: Annotated[str | None, typer.Option(help="float32, or bfloat16 for mixed precision.")] = None,
+    device: Annotated[str | None, typer.Option(help="auto takes a GPU where there is one; cpu does not.")] = None,
+    held_out: Annotated[
+        float | None, typer.Option(help="Share of the training part kept for choosing the checkpoint.")
+    ] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Where data sets lie; else $PATCHBAYES_DATA.")] = None,
+    tensorboard: Annotated[bool | None, typer.Option("--tensorboard", help="Write TensorBoard files too.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="A JSON file with any of these settings, such as the config.json of a run.")
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Any other setting of the run; see --settings."),
+    ] = None,
+    list_settings: Annotated[bool, typer.Option("--settings", help="List all settings, and leave.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the last row of metrics as JSON.")] = False,
+) -> None:
+    """Train a network, patched or not, and write everything into a run folder.
+
+    The folder holds the resolved configuration, metrics by epoch (JSON lines), the last and the best checkpoint
+    (safetensors), and a log. An interrupted run goes on with --resume, to the same bits. On several processes or machines:
+    accelerate launch -m patchbayes train ...
+
+    \b
+    patchbayes train runs/ecmp --data digits --model small_cnn --method ecmp --epochs 20
+    patchbayes train runs/emp --data cifar100 --model cifar_resnet20 --method emp -K 5 --set warmup=1
+    patchbayes train runs/ecmp --resume
+    """
+    from ..training import RunFolder, TrainingConfig
+    from ..training import train as train_network
+
+    if list_settings:
+        show(TrainingConfig.__doc__ or "")
+        return
+    named = {
+        "data": data, "model": model, "method": method, "sites": sites, "components": components, "rate": rate,
+        "jitter": jitter, "objective": objective, "optimizer": optimizer, "lr": lr, "patch_lr": patch_lr,
+        "schedule": schedule, "epochs": epochs, "batch_size": batch_size, "draws_per_step": draws_per_step, "seed": seed,
+        "precision": precision, "device": device, "held_out": held_out, "tensorboard": tensorboard,
+        "data_dir": None if data_dir is None else str(data_dir),
+    }  # fmt: skip
+    chosen: dict[str, Any] = {}
+    if resume:
+        chosen |= RunFolder.open(folder).config["training"]
+    if config is not None:
+        chosen |= _from_file(config)
+    chosen |= {name: value for name, value in named.items() if value is not None}
+    chosen |= dict(map(_setting, settings or []))
+    run = train_network(TrainingConfig.from_json(chosen), folder, resume=resume, quiet=quiet)
+    history = run.history()
+    if as_json:
+        show_json({"folder": str(folder), **(history[-1] if history else {})})
+        return
+    last = history[-1] if history else {}
+    scores = ", ".join(
+        f"{key.replace('_', ' ')} {value:.4g}" for key, value in last.items() if key.startswith("held_out")
+    )
+    show(f"{folder}: {last.get('epoch', 0)} epochs{', ' + scores if scores else ''}")
+    show(f"next: patchbayes evaluate {folder}")
+
+
+def _from_file(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(f"--config {path}: {error}") from None
+    found = content.get("training", content) if isinstance(content, dict) else None
+    if not isinstance(found, dict):
+        raise typer.BadParameter(f"--config {path}: a JSON object with settings is needed.")
+    return found
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    """key=value, the value as JSON where it is JSON, else as text."""
+    key, separator, value = text.partition("=")
+    if not separator or not key:
+        raise typer.BadParameter(f"--set {text}: write KEY=VALUE, such as --set warmup=1.")
+    try:
+        return key.replace("-", "_"), json.loads(value)
+    except ValueError:
+        return key.replace("-", "_"), value

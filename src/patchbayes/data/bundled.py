@@ -1,0 +1,41 @@
+"""Small data sets that scikit-learn carries along: digits (images) and diabetes (a regression)."""
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from .contents import Contents
+from .extras import optional
+from .splits import ArraySplit, shuffled
+
+_SPLIT_SEED = 0
+_LEVELS = 16
+
+
+def read_digits() -> Contents:
+    """1,797 handwritten digits of 8 x 8 pixels, ten classes; half of them, always the same half, are the test part."""
+    found = _sklearn().load_digits()
+    images = (torch.tensor(found.images) * (255 / _LEVELS)).round().to(torch.uint8).unsqueeze(1)
+    train, test = _halves(images, torch.tensor(found.target, dtype=torch.int64), share=0.5)
+    return Contents("classification", train, test, tuple(str(digit) for digit in found.target_names))
+
+
+def read_diabetes() -> Contents:
+    """442 patients, ten measurements, the progression after a year; a fifth of them, always the same, are the test part."""
+    found = _sklearn().load_diabetes(scaled=False)
+    inputs = torch.tensor(found.data, dtype=torch.float32)
+    targets = torch.tensor(found.target, dtype=torch.float32).unsqueeze(1)
+    train, test = _halves(inputs, targets, share=0.8)
+    return Contents("regression", train, test, ("progression",), tuple(found.feature_names))
+
+
+def _sklearn() -> ModuleType:
+    return optional("sklearn.datasets", "data", "reading digits or diabetes")
+
+
+def _halves(inputs: Tensor, targets: Tensor, share: float) -> tuple[ArraySplit, ArraySplit]:
+    whole = ArraySplit(inputs, targets)
+    order = shuffled(len(whole), _SPLIT_SEED)
+    cut = int(len(whole) * share)
+    return whole.subset(order[:cut]), whole.subset(order[cut:])

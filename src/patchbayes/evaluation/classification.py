@@ -1,0 +1,191 @@
+"""What an evaluation says of a classifier: scores with intervals, calibration, coverage, diversity, examples."""
+
+import base64
+import io
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..data import Split
+from ..data.extras import optional
+from ..metrics import (
+    CalibrationBins,
+    Interval,
+    accuracy,
+    adaptive_calibration_error,
+    apply_temperature,
+    aurc,
+    bootstrap,
+    brier_per_example,
+    calibration_bins,
+    calibration_floor,
+    classwise_calibration_error,
+    correct,
+    coverage_curve,
+    expected_calibration_error,
+    fit_temperature,
+    maximum_calibration_error,
+    nll_per_example,
+)
+from ..metrics.calibration import bin_numbers
+from ..patching import is_patched, patched_sites
+from .answers import ClassAnswers, ScoresAtDraws
+
+_BINS = 20
+
+
+def class_scores(log_probs: Tensor, targets: Tensor, replicates: int = 1000) -> dict[str, dict[str, float]]:
+    """Every score with its bootstrap interval; beside the calibration errors the floor of a perfectly calibrated model."""
+    probs = log_probs.exp()
+    right = correct(probs, targets)
+
+    def mean(values: Tensor) -> Interval:
+        return bootstrap(torch.mean, values.double(), replicates=replicates)
+
+    found = {
+        "accuracy": _entry(mean(right)),
+        "nll": _entry(mean(nll_per_example(log_probs, targets))),
+        "brier": _entry(mean(brier_per_example(probs, targets))),
+        "aurc": _entry(bootstrap(aurc, probs.amax(1), right, replicates=replicates)),
+    }
+    if probs.shape[1] > 5:
+        found["top5_accuracy"] = _entry(mean(correct(probs, targets, top=5)))
+    errors: dict[str, Callable[..., float]] = {
+        "ece": expected_calibration_error,
+        "mce": maximum_calibration_error,
+        "adaptive_ece": adaptive_calibration_error,
+        "classwise_ece": classwise_calibration_error,
+    }
+    for name, error in errors.items():
+        interval = bootstrap(error, probs, targets, replicates=replicates)
+        found[name] = _entry(interval) | {
+            "floor": calibration_floor(probs, error, replicates=min(200, replicates)).mean
+        }
+    return found
+
+
+def temperature_scores(
+    answers: ClassAnswers, fitted: ClassAnswers, fitted_on: str, replicates: int = 1000
+) -> dict[str, Any]:
+    """The scores after temperature scaling of the averaged prediction, the temperature fitted on other examples."""
+    temperature = fit_temperature(fitted.log_probs, fitted.targets)
+    scaled = apply_temperature(answers.log_probs.double(), temperature)
+    return {
+        "temperature": temperature,
+        "fitted_on": fitted_on,
+        "metrics": class_scores(scaled, answers.targets, replicates),
+    }
+
+
+def draws_curve(at_draws: dict[int, ScoresAtDraws]) -> dict[str, Any] | None:
+    """Accuracy, NLL and ECE against the number of draws: mean over repeats, and its standard error (None from one repeat)."""
+    if not at_draws:
+        return None
+    curve: dict[str, Any] = {"draws": list(at_draws)}
+    measures: dict[str, Callable[[ScoresAtDraws], Tensor]] = {
+        "accuracy": lambda scores: scores.correct.double().mean(1),
+        "nll": lambda scores: -scores.log_prob.double().mean(1),
+        "ece": lambda scores: torch.tensor([_ece(*row) for row in zip(scores.confidence, scores.correct, strict=True)]),
+    }
+    for name, measure in measures.items():
+        repeats = [measure(scores).double() for scores in at_draws.values()]
+        curve[name] = {
+            "value": [float(values.mean()) for values in repeats],
+            "standard_error": [_standard_error(values) for values in repeats],
+        }
+    return curve
+
+
+def _standard_error(values: Tensor) -> float | None:
+    return float(values.std() / len(values) ** 0.5) if len(values) > 1 else None
+
+
+def _ece(confidence: Tensor, right: Tensor) -> float:
+    values = torch.stack([torch.ones_like(confidence), confidence, right.to(confidence)]).double()
+    sums = values.new_zeros(3, _BINS).index_add(1, bin_numbers(confidence, _BINS), values)
+    return CalibrationBins.from_sums(sums, min_count=6).expected_error
+
+
+def shapes_of_confidence(answers: ClassAnswers) -> dict[str, Any]:
+    """The reliability diagram, the histogram of confidence and the accuracy-coverage curve."""
+    probs, targets = answers.probs, answers.targets
+    confidence, right = probs.amax(1), correct(probs, targets).bool()
+    bins = calibration_bins(probs, targets, _BINS)
+    places = bin_numbers(confidence, _BINS)
+    curve = coverage_curve(confidence, right, points=min(100, len(targets)))
+    return {
+        "reliability": {
+            "count": bins.count.tolist(),
+            "confidence": bins.confidence.tolist(),
+            "accuracy": bins.accuracy.tolist(),
+        },
+        "histogram": {
+            "edges": [i / _BINS for i in range(_BINS + 1)],
+            "correct": torch.bincount(places[right], minlength=_BINS).tolist(),
+            "wrong": torch.bincount(places[~right], minlength=_BINS).tolist(),
+        },
+        "coverage": {"coverage": curve.coverage.tolist(), "accuracy": curve.accuracy.tolist()},
+    }
+
+
+def diversity(model: nn.Module, answers: ClassAnswers) -> dict[str, Any] | None:
+    """How unlike the draws are: in their answers, and the components in their values. None for an unpatched network.
+
+    distance of a site: root mean square difference between components, relative to that of their mean.
+    """
+    if not is_patched(model):
+        return None
+    components = []
+    for name, site in patched_sites(model).items():
+        stored = [site.posterior.stored(parameter).detach().double() for parameter in site.posterior.names]
+        spread = sum(float((values - values.mean(0)).square().sum()) / len(values) for values in stored)
+        size = sum(float(values.mean(0).square().sum()) for values in stored)
+        if stored and any(len(values) > 1 for values in stored) and size > 0:
+            components.append({"site": name, "distance": (2 * spread / size) ** 0.5})
+    return {
+        "disagreement": float(answers.disagreement.double().mean()),
+        "mutual_information": float(answers.mutual_information.double().mean()),
+        "components": components,
+    }
+
+
+def extreme_examples(answers: ClassAnswers, split: Split, classes: tuple[str, ...], number: int = 8) -> dict[str, Any]:
+    """The inputs of which the network is most and least certain, as pictures where they are images."""
+    probs = answers.probs
+    order = probs.amax(1).argsort(descending=True)
+    chosen = {"most_certain": order[:number], "least_certain": order.flip(0)[:number]}
+    return {name: [_example(int(i), answers, probs, split, classes) for i in which] for name, which in chosen.items()}
+
+
+def _example(i: int, answers: ClassAnswers, probs: Tensor, split: Split, classes: tuple[str, ...]) -> dict[str, Any]:
+    raw, _ = split.fetch(torch.tensor([i]))
+    named = int(probs[i].argmax())
+    return {
+        "index": i,
+        "true": classes[int(answers.targets[i])],
+        "predicted": classes[named],
+        "confidence": float(probs[i, named]),
+        "mutual_information": float(answers.mutual_information[i]),
+        "png": _png(raw[0]) if raw.dim() == 4 else None,
+    }
+
+
+def _png(pixels: Tensor) -> str:
+    """Pixels (C, H, W) as a PNG in base64, small ones enlarged by a whole factor to be seen."""
+    pillow = optional("PIL.Image", "cli", "writing pictures of examples")
+    factor = max(1, 64 // max(pixels.shape[1:]))
+    large = pixels.repeat_interleave(factor, 1).repeat_interleave(factor, 2)
+    array = large.permute(1, 2, 0).numpy() if len(large) == 3 else large[0].numpy()
+    content = io.BytesIO()
+    pillow.fromarray(array).save(content, format="PNG", optimize=True)
+    return base64.b64encode(content.getvalue()).decode()
+
+
+def _entry(interval: Interval) -> dict[str, float]:
+    return {"value": interval.value, "low": interval.low, "high": interval.high}
+
+
+def clean_error(answers: ClassAnswers) -> float:
+    return 1 - accuracy(answers.probs, answers.targets)

@@ -1,0 +1,174 @@
+"""Answers for new inputs: image files or rows of CSV files, one row of results each, as a stream."""
+
+import csv
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..data import Preparation
+from ..data.image_files import SUFFIXES, decode_images
+from ..errors import PatchbayesError
+from ..likelihoods import Likelihood
+from ..metrics import threshold_at_risk
+from ..patching import is_patched
+from ..prediction import predict
+from ..training import RunFolder
+from ..training.run_folder import Which
+from .answers import class_answers, fitting_batch_size, plain_outputs
+
+
+@dataclass(frozen=True)
+class NewInputs:
+    """A network of a run, ready to answer. `threshold`: an answer with a smaller probability is for a human."""
+
+    model: nn.Module
+    run: RunFolder
+    data_dir: Path | None
+    likelihood: Likelihood
+    draws: int
+    tolerance: float | None
+    batch_size: int
+    threshold: float | None = None
+    risk: float | None = None
+
+    @classmethod
+    def open(
+        cls, folder: Path, which: str, data_dir: Path | None, *, draws: int, tolerance: float | None, batch_size: int
+    ) -> "NewInputs":
+        if batch_size < 1 or draws < 1:
+            raise PatchbayesError(f"predict: draws={draws} and batch_size={batch_size} must be at least 1.")
+        run = RunFolder.open(folder)
+        chosen: Which = "last" if which == "last" else "best"
+        return cls(run.model(chosen), run, data_dir, run.likelihood(chosen), draws, tolerance, batch_size)
+
+    @property
+    def data(self) -> Mapping[str, Any]:
+        """What the run remembers of its data; the data set itself need not be there."""
+        content: Mapping[str, Any] = self.run.config["data"]
+        return content
+
+    @property
+    def preparation(self) -> Preparation:
+        return Preparation.from_config(self.data["preparation"])
+
+    def referring(self, risk: float, part: str = "held_out") -> "NewInputs":
+        """The same with a threshold set on a part that was not trained on; `metrics.threshold_at_risk` says what it keeps."""
+        if self.data["task"] != "classification":
+            raise PatchbayesError("predict: a risk is for classification; a regression gives deviations instead.")
+        dataset = self.run.dataset(self.data_dir)
+        size = fitting_batch_size(self.draws, dataset.num_outputs)
+        found = class_answers(self.model, dataset.batches(dataset.part(part), size), self.draws)
+        confidence, named = found.log_probs.max(1)
+        threshold = threshold_at_risk(confidence.exp().clamp_max(1), named == found.targets, risk)
+        return replace(self, threshold=threshold, risk=risk)
+
+    @property
+    def about_threshold(self) -> str:
+        if self.threshold is None:
+            return "no threshold was asked for."
+        if self.threshold == math.inf:
+            return f"no threshold could be shown to keep the risk below {self.risk:g}: every answer is for a human."
+        return f"answers with a probability below {self.threshold:.4f} are for a human."
+
+    def answers(self, files: Sequence[Path]) -> Iterator[dict[str, Any]]:
+        """A row for each image or line, in order."""
+        shape = tuple(self.data["input_shape"])
+        images = len(shape) == 3
+        named: Iterator[tuple[str, Any]] = self._images(files) if images else self._lines(files)
+        while batch := list(itertools.islice(named, self.batch_size)):
+            names, values = [name for name, _ in batch], [value for _, value in batch]
+            raw = decode_images(values, shape) if images else torch.tensor(values, dtype=torch.float32)
+            yield from self._rows(names, self.preparation.inputs(raw))
+
+    def _rows(self, names: list[str], inputs: Tensor) -> Iterator[dict[str, Any]]:
+        if self.data["task"] == "classification":
+            yield from self._class_rows(names, inputs)
+        else:
+            yield from self._value_rows(names, inputs)
+
+    def _class_rows(self, names: list[str], inputs: Tensor) -> Iterator[dict[str, Any]]:
+        if is_patched(self.model):
+            found = predict(self.model, inputs, self.draws, tolerance=self.tolerance)
+            probs, epistemic, aleatoric, used = (
+                found.probs, found.mutual_information, found.expected_entropy, found.draws_used
+            )  # fmt: skip
+        else:
+            probs = plain_outputs(self.model, inputs).softmax(-1)
+            aleatoric = torch.special.entr(probs).sum(-1)
+            epistemic, used = torch.zeros_like(aleatoric), torch.ones(len(probs), dtype=torch.int64)
+        for i, name in enumerate(names):
+            best = int(probs[i].argmax())
+            row = {
+                "input": name,
+                "class": self.data["classes"][best],
+                "probability": float(probs[i, best]),
+                "epistemic": float(epistemic[i]),
+                "aleatoric": float(aleatoric[i]),
+                "draws": int(used[i]),
+            }
+            yield row | ({} if self.threshold is None else {"refer": row["probability"] < self.threshold})
+
+    def _value_rows(self, names: list[str], inputs: Tensor) -> Iterator[dict[str, Any]]:
+        mean = torch.tensor(self.preparation.target_mean, dtype=torch.float64)
+        std = torch.tensor(self.preparation.target_std, dtype=torch.float64)
+        noise = float(getattr(self.likelihood, "precision")) ** -0.5  # noqa: B009  only Gaussian has one
+        if is_patched(self.model):
+            found = predict(self.model, inputs, self.draws, tolerance=self.tolerance, likelihood=self.likelihood)
+            middle, epistemic, used = found.mean, found.epistemic_variance.clamp_min(0).sqrt(), found.draws_used
+        else:
+            middle = plain_outputs(self.model, inputs)
+            epistemic, used = torch.zeros_like(middle), torch.ones(len(middle), dtype=torch.int64)
+        for i, name in enumerate(names):
+            row: dict[str, Any] = {"input": name}
+            for d, target in enumerate(self.data["classes"]):
+                label = "" if len(self.data["classes"]) == 1 else f"{target}_"
+                row[f"{label}mean"] = float(middle[i, d].double() * std[d] + mean[d])
+                row[f"{label}epistemic"] = float(epistemic[i, d].double() * std[d])
+                row[f"{label}aleatoric"] = noise * float(std[d])
+            yield row | {"draws": int(used[i])}
+
+    def _images(self, files: Sequence[Path]) -> Iterator[tuple[str, Path]]:
+        for file in files:
+            if file.is_dir():
+                inside = sorted(path for path in file.rglob("*") if path.suffix.lower() in SUFFIXES)
+                if not inside:
+                    raise PatchbayesError(f"predict: the folder {file} holds no image ({', '.join(sorted(SUFFIXES))}).")
+                yield from ((str(path), path) for path in inside)
+            else:
+                yield str(file), file
+
+    def _lines(self, files: Sequence[Path]) -> Iterator[tuple[str, list[float]]]:
+        for file in files:
+            try:
+                with file.open(newline="") as content:
+                    yield from _values(file, csv.DictReader(content), self.data["features"])
+            except (OSError, UnicodeDecodeError, csv.Error) as error:
+                raise PatchbayesError(f"predict: {file} cannot be read as a CSV file: {error}.") from None
+
+
+def _values(file: Path, reader: "csv.DictReader[str]", features: Iterable[str]) -> Iterator[tuple[str, list[float]]]:
+    missing = [name for name in features if name not in (reader.fieldnames or [])]
+    if missing:
+        raise PatchbayesError(
+            f"predict: {file} has no column {', '.join(map(repr, missing))}; the network was trained on "
+            f"{', '.join(map(repr, features))}."
+        )
+    for line in reader:
+        values = []
+        for name in features:
+            try:
+                value = float(line[name])
+            except (TypeError, ValueError):
+                value = math.nan
+            if not math.isfinite(value):
+                raise PatchbayesError(
+                    f"predict: {file}, line {reader.line_num}, column {name!r}: {line[name]!r} is not a finite number."
+                )
+            values.append(value)
+        yield f"{file.name}:{reader.line_num}", values

@@ -1,0 +1,174 @@
+"""Networks by name: the built-in ones, those of timm and torchvision, and functions of the user."""
+
+import importlib
+import inspect
+import math
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import PatchbayesError
+from .cifar_resnet import cifar_resnet20, cifar_resnet56
+from .mlp import mlp
+from .pyramidnet import pyramidnet
+from .resnet import resnet18
+from .small_cnn import small_cnn
+
+Shape = tuple[int, ...]
+
+#: Networks for pictures of three channels, by name; each takes the number of outputs.
+_FOR_COLOR: dict[str, Callable[[int], nn.Module]] = {
+    "cifar_resnet20": cifar_resnet20,
+    "cifar_resnet56": cifar_resnet56,
+    "resnet18": resnet18,
+    "resnet18_cifar": lambda outputs: resnet18(outputs, stem="cifar"),
+    "pyramidnet110": lambda outputs: pyramidnet(110, 270, outputs),
+    "pyramidnet272": lambda outputs: pyramidnet(272, 200, outputs),
+}
+NET_NAMES = ("mlp", "small_cnn", *_FOR_COLOR)
+
+
+def build_net(spec: str, num_outputs: int, input_shape: Shape, seed: int = 0) -> nn.Module:
+    """A fresh network for inputs (B, *input_shape) with outputs (B, num_outputs), its start given by the seed.
+
+    spec   a built-in name: "small_cnn" (any picture), "mlp" or "mlp:100,100" (hidden units; pictures are flattened),
+           "cifar_resnet20", "cifar_resnet56", "resnet18", "resnet18_cifar" (keeps the resolution of small pictures),
+           "pyramidnet110" (alpha 270, the paper's), "pyramidnet272" (alpha 200; basic blocks, no bottlenecks); or
+           "timm:NAME", "torchvision:NAME"; or "package.module:function", called as function(num_outputs, input_shape).
+
+    Networks that are not built in are tried on two zero inputs, so that a wrong shape is found here.
+    """
+    shape = _checked_shape(input_shape)
+    if isinstance(num_outputs, bool) or not isinstance(num_outputs, int) or num_outputs < 1:
+        raise PatchbayesError(
+            f"build_net(num_outputs={num_outputs!r}): a whole number of classes or targets, at least 1."
+        )
+    make = _maker(spec, num_outputs, shape)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        network = make()
+    if not isinstance(network, nn.Module):
+        raise PatchbayesError(f"{spec}: the function must return a torch.nn.Module, not a {type(network).__name__}.")
+    if spec.partition(":")[0] not in NET_NAMES:
+        _try_out(network, spec, num_outputs, shape)
+    return network
+
+
+def _maker(spec: str, num_outputs: int, shape: Shape) -> Callable[[], Any]:
+    name, colon, rest = spec.partition(":")
+    if name == "mlp":
+        hidden = _hidden(spec, rest) if colon else (50,)
+        return lambda: _flat_mlp(shape, hidden, num_outputs)
+    if spec == "small_cnn":
+        channels, *sides = _picture(spec, shape)
+        return lambda: small_cnn(channels, num_outputs, max(sides))
+    if spec in _FOR_COLOR:
+        if _picture(spec, shape)[0] != 3:
+            raise PatchbayesError(
+                f"{spec} takes pictures of 3 channels, these have {shape[0]}.\n"
+                '  do       use "small_cnn", which takes any, or a package.module:function of your own.'
+            )
+        return lambda: _FOR_COLOR[spec](num_outputs)
+    if name == "timm":
+        create = _imported("timm", spec).create_model
+        channels = _picture(spec, shape)[0]
+        return lambda: _third_party(
+            spec, lambda: create(rest, pretrained=False, num_classes=num_outputs, in_chans=channels)
+        )
+    if name == "torchvision":
+        models = _imported("torchvision.models", spec)
+        return lambda: _third_party(spec, lambda: models.get_model(rest, weights=None, num_classes=num_outputs))
+    if colon:
+        return _function(spec, num_outputs, shape)
+    raise PatchbayesError(
+        f"model {spec!r} is not known.\n  known    {', '.join(NET_NAMES)}\n"
+        "  do       use one of these, timm:NAME, torchvision:NAME, or package.module:function."
+    )
+
+
+def _flat_mlp(shape: Shape, hidden: Shape, num_outputs: int) -> nn.Module:
+    network = mlp(math.prod(shape), hidden, num_outputs)
+    if len(shape) == 1:
+        return network
+    return nn.Sequential(OrderedDict([("flatten", nn.Flatten()), *network.named_children()]))
+
+
+def _hidden(spec: str, text: str) -> Shape:
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+        raise PatchbayesError(f"model {spec!r}: the hidden units are whole numbers, such as mlp:100 or mlp:200,100.")
+    return tuple(int(part) for part in parts)
+
+
+def _picture(spec: str, shape: Shape) -> Shape:
+    if len(shape) != 3:
+        raise PatchbayesError(
+            f"{spec} takes pictures (channels, height, width); the inputs have the shape {shape}.\n"
+            '  do       use "mlp" for tables.'
+        )
+    return shape
+
+
+def _imported(module: str, spec: str) -> Any:
+    package = module.partition(".")[0]
+    try:
+        return importlib.import_module(module)
+    except (ImportError, RuntimeError) as error:  # torchvision raises the latter where its operators do not load
+        raise PatchbayesError(
+            f"model {spec!r}: {package} cannot be imported ({error}).\n"
+            f"  do       install a {package} that matches this torch ({torch.__version__})."
+        ) from None
+
+
+def _third_party(spec: str, create: Callable[[], Any]) -> Any:
+    try:
+        return create()
+    except (RuntimeError, ValueError, TypeError, KeyError) as error:
+        raise PatchbayesError(f"model {spec!r}: {error}") from None
+
+
+def _function(spec: str, num_outputs: int, shape: Shape) -> Callable[[], Any]:
+    module_name, _, name = spec.partition(":")
+    try:
+        function = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise PatchbayesError(
+            f"model {spec!r}: {error}.\n"
+            "  do       write package.module:function of something that Python can import from here."
+        ) from None
+    try:
+        inspect.signature(function).bind(num_outputs, shape)
+    except (TypeError, ValueError) as error:
+        raise PatchbayesError(
+            f"model {spec!r}: it is called as {name}(num_outputs, input_shape), which does not fit ({error})."
+        ) from None
+    return lambda: function(num_outputs, shape)
+
+
+def _try_out(network: nn.Module, spec: str, num_outputs: int, shape: Shape) -> None:
+    modes = [(module, module.training) for module in network.modules()]
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            output = network.eval()(torch.zeros(2, *shape))
+    except Exception as error:
+        raise PatchbayesError(f"{spec} does not take inputs of the shape {shape}: {error}") from None
+    finally:
+        for module, training in modes:
+            module.training = training
+    given = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+    if given != (2, num_outputs):
+        raise PatchbayesError(
+            f"{spec}: two inputs of the shape {shape} give {given}; required is a tensor (2, {num_outputs}), "
+            "a row of outputs for each input."
+        )
+
+
+def _checked_shape(shape: Shape) -> Shape:
+    if len(shape) not in (1, 3) or not all(isinstance(side, int) and side > 0 for side in shape):
+        raise PatchbayesError(
+            f"build_net(input_shape={shape!r}): the shape of one input, (features,) or (channels, height, width)."
+        )
+    return tuple(shape)

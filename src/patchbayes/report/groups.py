@@ -1,0 +1,143 @@
+"""Runs that belong together: groups that differ by seed alone, and comparisons of groups on the same examples."""
+
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from .estimates import Estimate, over_seeds
+from .records import Metric, Run, Task
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that differ only by seed, in the order of their seeds; `series` numbers the colors of a comparison."""
+
+    label: str
+    runs: tuple[Run, ...]
+    series: int
+
+    @property
+    def first(self) -> Run:
+        return self.runs[0]
+
+    @property
+    def seeds_text(self) -> str:
+        """How many seeds, and how many draws, in words."""
+        seeds = f"{len(self.runs)} seeds" if len(self.runs) > 1 else "1 seed"
+        return seeds if self.first.draws is None else f"{seeds}, S = {self.first.draws:,}"
+
+    def estimate(self, value: Callable[[Run], float | None]) -> Estimate:
+        """The mean over seeds of a plain number of each run."""
+        return over_seeds({_seed(run, i): value(run) for i, run in enumerate(self.runs)})
+
+    def metric(self, metric: Callable[[Run], Metric | None]) -> Estimate:
+        """The mean over seeds of a metric; for one run its own interval."""
+        found = {_seed(run, i): metric(run) for i, run in enumerate(self.runs)}
+        known = {seed: entry for seed, entry in found.items() if entry is not None and entry.value is not None}
+        single = next((Estimate(entry.value, entry.low, entry.high) for entry in known.values()), None)
+        return over_seeds(
+            {seed: entry.value for seed, entry in known.items()}, single, [entry.floor for entry in known.values()]
+        )
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All groups that were scored on the same examples: what may stand side by side in a table."""
+
+    task: Task
+    data: str
+    split: str
+    num_examples: int | None
+    groups: tuple[Group, ...]
+
+    @property
+    def title(self) -> str:
+        return f"{self.data}, {self.split}" if self.split else self.data
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        return tuple(run for group in self.groups for run in group.runs)
+
+
+def compare(runs: Sequence[Run]) -> list[Comparison]:
+    """The comparisons, and in each the groups, in the order in which they first appear."""
+    places: dict[tuple[Task, str, str, int | None], list[Run]] = {}
+    for run in runs:
+        places.setdefault((run.task, run.data, run.split, run.num_examples), []).append(run)
+    comparisons = []
+    for (task, data, split, num_examples), members in places.items():
+        grouped = _grouped(members)
+        groups = tuple(
+            Group(label, tuple(group), series)
+            for series, (label, group) in enumerate(zip(_labels(grouped), grouped, strict=True))
+        )
+        comparisons.append(Comparison(task, data, split, num_examples, groups))
+    return comparisons
+
+
+def _grouped(runs: Sequence[Run]) -> list[list[Run]]:
+    """A seed that appears twice opens a new group: counting it again would make an interval look narrower than it is."""
+    groups: list[tuple[object, list[Run]]] = []
+    for run in runs:
+        identity = _identity(run)
+        for known, members in groups:
+            if known == identity and run.seed is not None and run.seed not in {member.seed for member in members}:
+                members.append(run)
+                break
+        else:
+            groups.append((identity, [run]))
+    return [sorted(members, key=lambda run: run.seed or 0) for _, members in groups]
+
+
+def _identity(run: Run) -> object:
+    """What must agree for runs to be one group: everything that was recorded, but seed, name and folder."""
+    how = {name: value for name, value in run.settings.items() if name not in ("seed", "name", "folder")}
+    return run.method, run.model, run.sites, run.draws, how or _without_seed(run)
+
+
+def _without_seed(run: Run) -> list[str]:
+    """The words of the training command without its seed and without the run's own folder."""
+    try:
+        words = shlex.split(run.train_command)
+    except ValueError:
+        words = run.train_command.split()
+    own = {run.name, PurePath(run.folder).name} - {""}
+    kept, skip = [], False
+    for word in words:
+        if skip or word.startswith("--seed=") or PurePath(word.partition("=")[2] or word).name in own:
+            skip = False
+        elif word == "--seed":
+            skip = True
+        else:
+            kept.append(word)
+    return kept
+
+
+def _labels(groups: Sequence[Sequence[Run]]) -> list[str]:
+    """The method's name; where several groups share it, also what tells them apart, in the last resort a number."""
+    labels = [group[0].method or "(no method)" for group in groups]
+    for tell in (_fields, _settings, lambda run: {"": run.name}):
+        for label in {label for label in labels if labels.count(label) > 1}:
+            same = [i for i, other in enumerate(labels) if other == label]
+            told = [tell(groups[i][0]) for i in same]
+            for i, words in zip(same, told, strict=True):
+                apart = [w for name, w in words.items() if any(other.get(name) != w for other in told)]
+                labels[i] = ", ".join([label, *(word for word in apart if word)])
+    return [
+        label if labels.count(label) == 1 else f"{label} ({labels[: i + 1].count(label)})"
+        for i, label in enumerate(labels)
+    ]
+
+
+def _fields(run: Run) -> dict[str, str]:
+    return {"model": run.model, "sites": run.sites, "draws": "" if run.draws is None else f"S = {run.draws:,}"}
+
+
+def _settings(run: Run) -> dict[str, str]:
+    return {name: f"{name} {value}" for name, value in run.settings.items() if name not in ("seed", "name", "folder")}
+
+
+def _seed(run: Run, position: int) -> int:
+    """The seed; a run that does not say one stands alone in its group."""
+    return position if run.seed is None else run.seed

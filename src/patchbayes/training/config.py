@@ -1,0 +1,300 @@
+"""TrainingConfig: everything that decides a training run, as one checked value that goes into a JSON file."""
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ..data import Augmentation, Task
+from ..errors import PatchbayesError
+from ..posteriors import Method
+from ..posteriors.mixture import Init
+from .methods import build_method, default_sites
+
+#: What may differ when a run is resumed: it does not change the result.
+FREE = ("data_dir", "workers", "checkpoint_seconds", "checkpoint_steps", "tensorboard")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """A training run. Only `data` and `model` have no default; None means "as the method or optimizer has it".
+
+    Data
+    data, data_dir, target, size, split, task   which data set, as `data.read` takes it.
+    held_out       share of the training part that is kept for choosing the best checkpoint; 0 for none.
+    data_seed      which examples those are.
+    augmentation   of training images: "none", "crop", "crop+flip", "resized-crop+flip"; None: the data set's own.
+
+    Network
+    model          as `nets.named.build_net` takes it.
+    method, components, rate, jitter, init, per_example   as `build_method` takes them.
+    sites          where the method is put, as in `patch_`; None: "norm+output" ("norm" for dropout, "all" for meanfield and
+                   ensemble).
+    jitter_warmup  epochs over which the jitter grows from 0, instead of being there from the start.
+
+    Objective
+    objective      "elbo": mean NLL + KL / N (appendix B.2; for vanilla the weight prior alone, tau / 2 ||w||^2 / N);
+                   "simplified": mean NLL with the same weight decay on all components (appendix C.1).
+    prior_precision   tau and rho of the prior, 1 if not given ("elbo").
+    weight_decay   "simplified": the optimizer's weight decay, 0.002 / batch_size if not given (twice the paper's lambda).
+                   "elbo": where given, it takes the place of the KL on shared parameters; the KL is then that of the
+                   patched ones alone, so that nothing is decayed twice.
+    output_precision, learn_precision   regression: precision of the noise on standardized targets, 1 if not given, and
+                   whether it is learned.
+    draws_per_step draws S of the network in each step. An ensemble trains all its members in each.
+
+    Optimizer
+    optimizer      "sgd", "adam" or "adamw".
+    lr             0.1 for sgd, 0.001 for the others, if not given. patch_lr: of patched parameters, if another.
+    momentum, nesterov   for sgd; 0.9 if not given.
+    schedule       of the learning rates: "cosine" (to 0), "constant" or "step" (times `step_factor`, 0.1 if not given, at
+                   each of `milestones`, shares of the run, 0.5 and 0.75 if not given).
+    warmup         epochs in which the learning rates first rise from 0.
+    epochs, batch_size   batches of nearly equal size, at most `batch_size` examples, over all processes together.
+
+    Running
+    seed           of the start, the draws, the data order and the augmentation.
+    precision      "float32", or "bfloat16" for mixed precision.
+    device         "auto" takes a GPU where there is one; "cpu" does not.
+    threads        of the processor; None: as they are.
+    workers        processes that read and prepare batches; 0: the training process does.
+    report_epochs  epochs between two rows of metrics, each with a look at the held-out part and a checkpoint.
+    eval_draws     draws for that look.
+    checkpoint_seconds, checkpoint_steps   when else a checkpoint is written.
+    tensorboard    write TensorBoard files too.
+    """
+
+    data: str
+    model: str
+    data_dir: str | None = None
+    target: str | int | None = None
+    size: int | None = None
+    split: int = 0
+    task: Task | None = None
+    held_out: float = 0.1
+    data_seed: int = 0
+    augmentation: Augmentation | None = None
+
+    method: Literal["vanilla", "dropout", "emp", "ecmp", "dropconnect", "meanfield", "ensemble"] = "ecmp"
+    sites: str | None = None
+    components: int | None = None
+    rate: float | None = None
+    jitter: float | None = None
+    init: Init | None = None
+    per_example: bool = False
+    jitter_warmup: float = 0.0
+
+    objective: Literal["elbo", "simplified"] = "elbo"
+    prior_precision: float | None = None
+    weight_decay: float | None = None
+    output_precision: float | None = None
+    learn_precision: bool = False
+    draws_per_step: int = 1
+
+    optimizer: Literal["sgd", "adam", "adamw"] = "adam"
+    lr: float | None = None
+    patch_lr: float | None = None
+    momentum: float | None = None
+    nesterov: bool = False
+    schedule: Literal["cosine", "constant", "step"] = "cosine"
+    milestones: tuple[float, ...] | None = None
+    step_factor: float | None = None
+    warmup: float = 0.0
+    epochs: int = 10
+    batch_size: int = 128
+
+    seed: int = 0
+    precision: Literal["float32", "bfloat16"] = "float32"
+    device: Literal["auto", "cpu"] = "auto"
+    threads: int | None = None
+    workers: int = 0
+    report_epochs: int = 1
+    eval_draws: int = 5
+    checkpoint_seconds: float | None = 300.0
+    checkpoint_steps: int | None = None
+    tensorboard: bool = False
+
+    def __post_init__(self) -> None:
+        _check_types(self)
+        _check_ranges(self)
+        _check_together(self)
+
+    def build_method(self) -> Method | None:
+        """The method; None for vanilla."""
+        return build_method(
+            self.method,
+            components=self.components,
+            rate=self.rate,
+            jitter=self.jitter,
+            init=self.init,
+            per_example=self.per_example,
+        )
+
+    @property
+    def reading(self) -> dict[str, Any]:
+        """The keywords of `data.read`, but for the folder."""
+        names = ("held_out", "target", "size", "split", "task")
+        return {"seed": self.data_seed, **{name: getattr(self, name) for name in names}}
+
+    @property
+    def chosen_sites(self) -> str:
+        """Where the method is put."""
+        return self.sites or default_sites(self.method)
+
+    @property
+    def chosen_lr(self) -> float:
+        """The learning rate of shared parameters, before the schedule."""
+        return self.lr if self.lr is not None else (0.1 if self.optimizer == "sgd" else 1e-3)
+
+    @property
+    def chosen_weight_decay(self) -> float:
+        """What the optimizer decays by: all components with "simplified", else shared parameters."""
+        default = 0.002 / self.batch_size if self.objective == "simplified" else 0.0
+        return default if self.weight_decay is None else self.weight_decay
+
+    def to_json(self) -> dict[str, Any]:
+        """The config as plain JSON values."""
+        fields = dataclasses.asdict(self)
+        return fields | {"milestones": None if self.milestones is None else list(self.milestones)}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> "TrainingConfig":
+        """The config that `to_json` described. Unknown keys are refused; what is missing has its default."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        unknown = [key for key in content if key not in known]
+        if unknown:
+            raise PatchbayesError(
+                f"TrainingConfig: unknown {', '.join(map(repr, unknown))}.\n  known    {', '.join(known)}"
+            )
+        missing = [key for key in ("data", "model") if key not in content]
+        if missing:
+            raise PatchbayesError(f"TrainingConfig: {' and '.join(missing)} must be given.")
+        values = dict(content)
+        if isinstance(values.get("milestones"), list):
+            values["milestones"] = tuple(values["milestones"])
+        return cls(**values)
+
+    def differences(self, other: "TrainingConfig") -> dict[str, tuple[Any, Any]]:
+        """The keys in which `other` would give another result, with both values."""
+        mine, theirs = self.to_json(), other.to_json()
+        return {key: (mine[key], theirs[key]) for key in mine if key not in FREE and mine[key] != theirs[key]}
+
+
+def _refuse(name: str, value: Any, required: str) -> typing.NoReturn:
+    raise PatchbayesError(f"TrainingConfig({name}={value!r}): {required}.")
+
+
+def _check_types(config: TrainingConfig) -> None:
+    for name, hint in typing.get_type_hints(TrainingConfig).items():
+        value = getattr(config, name)
+        if not _fits(value, hint):
+            _refuse(name, value, f"required is {_described(hint)}")
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return any(_fits(value, one) for one in typing.get_args(hint))
+    if typing.get_origin(hint) is Literal:
+        return isinstance(value, str) and value in typing.get_args(hint)
+    if typing.get_origin(hint) is tuple:
+        return isinstance(value, tuple) and all(_fits(one, float) for one in value)
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
+
+
+def _described(hint: Any) -> str:
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return " or ".join(_described(one) for one in typing.get_args(hint))
+    if typing.get_origin(hint) is Literal:
+        return "one of " + ", ".join(f'"{one}"' for one in typing.get_args(hint))
+    words = {
+        int: "a whole number",
+        float: "a finite number",
+        bool: "true or false",
+        str: "a text",
+        types.NoneType: "None",
+    }
+    return words.get(hint, "a list of numbers")
+
+
+#: name: (smallest, whether that itself is allowed, largest)
+_RANGES: dict[str, tuple[float, bool, float]] = {
+    "split": (0, True, math.inf),
+    "size": (1, True, math.inf),
+    "data_seed": (0, True, 2**62),
+    "seed": (0, True, 2**62),
+    "jitter_warmup": (0, True, math.inf),
+    "prior_precision": (0, False, math.inf),
+    "weight_decay": (0, True, math.inf),
+    "output_precision": (0, False, math.inf),
+    "draws_per_step": (1, True, math.inf),
+    "lr": (0, False, math.inf),
+    "patch_lr": (0, True, math.inf),
+    "momentum": (0, True, 1),
+    "step_factor": (0, False, 1),
+    "warmup": (0, True, math.inf),
+    "epochs": (1, True, math.inf),
+    "batch_size": (1, True, math.inf),
+    "threads": (1, True, math.inf),
+    "workers": (0, True, math.inf),
+    "report_epochs": (1, True, math.inf),
+    "eval_draws": (1, True, math.inf),
+    "checkpoint_seconds": (0, True, math.inf),
+    "checkpoint_steps": (1, True, math.inf),
+}
+
+
+def _check_ranges(config: TrainingConfig) -> None:
+    for name, (low, included, high) in _RANGES.items():
+        value = getattr(config, name)
+        if value is not None and not ((value >= low if included else value > low) and value <= high):
+            upper = f" and at most {high:g}" if high < math.inf else ""
+            _refuse(name, value, f"required is a number {'of at least' if included else 'above'} {low:g}{upper}")
+    if not 0 <= config.held_out < 1:
+        _refuse("held_out", config.held_out, "required is a share of at least 0 and below 1")
+    if config.milestones is not None and not all(0 < share < 1 for share in config.milestones):
+        _refuse("milestones", config.milestones, "required are shares of the run, between 0 and 1")
+    for name in ("data", "model"):
+        if not getattr(config, name):
+            _refuse(name, "", "required is a name")
+
+
+def _check_together(config: TrainingConfig) -> None:
+    """No option is accepted and ignored: what the others make meaningless is refused."""
+    method = config.build_method()  # refuses what the method does not have
+    if method is None:
+        for name in ("sites", "patch_lr"):
+            if getattr(config, name) is not None:
+                _refuse(name, getattr(config, name), 'method "vanilla" patches nothing')
+        if config.draws_per_step != 1:
+            _refuse("draws_per_step", config.draws_per_step, 'method "vanilla" draws nothing')
+    if config.method == "ensemble" and config.draws_per_step != 1:
+        _refuse("draws_per_step", config.draws_per_step, "an ensemble trains each of its members in every step")
+    if config.jitter_warmup:
+        if config.method not in ("emp", "ecmp") or config.init == "independent":
+            _refuse(
+                "jitter_warmup", config.jitter_warmup, "only emp and ecmp, started as copies, have a jitter to grow"
+            )
+        if config.jitter_warmup > config.epochs:
+            _refuse("jitter_warmup", config.jitter_warmup, f"it ends after the run ({config.epochs} epochs)")
+    if config.objective == "simplified":
+        if config.prior_precision is not None:
+            _refuse("prior_precision", config.prior_precision, 'objective "simplified" has weight_decay instead')
+        if config.method == "meanfield":
+            _refuse("objective", "simplified", 'it has no entropy term, which "meanfield" needs; use "elbo"')
+    if config.optimizer != "sgd":
+        for name, given in (("momentum", config.momentum is not None), ("nesterov", config.nesterov)):
+            if given:
+                _refuse(name, getattr(config, name), f'it is for optimizer "sgd"; this is "{config.optimizer}"')
+    if config.nesterov and config.momentum == 0:
+        _refuse("nesterov", True, "it needs a momentum above 0")
+    if config.schedule != "step":
+        for name in ("milestones", "step_factor"):
+            if getattr(config, name) is not None:
+                _refuse(name, getattr(config, name), f'it is for schedule "step"; this is "{config.schedule}"')
+    if config.warmup > config.epochs:
+        _refuse("warmup", config.warmup, f"it ends after the run ({config.epochs} epochs)")

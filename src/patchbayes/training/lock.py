@@ -1,0 +1,60 @@
+"""One trainer at a time in a run folder."""
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..errors import PatchbayesError
+from .writing import writing
+
+_NAME = ".lock"
+_held: set[Path] = set()
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Make the folder if need be, and hold it; refused while another trainer does.
+
+    The system holds the lock for the process and drops it with the process, however that ends: a lock cannot be left
+    behind. (It is not inherited by processes that prepare batches, which may outlive a killed trainer for seconds.)
+    """
+    path = folder.resolve() / _NAME
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    if path in _held:
+        raise _busy(folder, f"this process, {os.getpid()}")
+    with writing(path):
+        file = path.open("a+")
+    with file:
+        if not _lock(file.fileno()):
+            file.seek(0)
+            raise _busy(folder, file.read().strip() or "another process")
+        with writing(path):
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}")
+            file.flush()
+        _held.add(path)
+        try:
+            yield
+        finally:
+            _held.discard(path)
+
+
+def _lock(descriptor: int) -> bool:
+    try:
+        import fcntl
+    except ImportError:  # Windows: no such locks
+        return True
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _busy(folder: Path, who: str) -> PatchbayesError:
+    return PatchbayesError(
+        f"{folder} is being trained in by {who}.\n  do       wait for it or stop it, or choose another folder."
+    )

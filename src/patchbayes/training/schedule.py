@@ -1,0 +1,27 @@
+"""The learning rate as a function of the step: nothing to save, nothing to resume."""
+
+import math
+
+from .config import TrainingConfig
+
+
+def learning_rate_factor(config: TrainingConfig, step: int, steps_per_epoch: int) -> float:
+    """What the learning rates are multiplied by in step 0, 1, ... of the whole run.
+
+    A linear warm-up to 1, then by name, over the share t of the remaining run that is done:
+
+        constant   1
+        cosine     (1 + cos(pi t)) / 2
+        step       step_factor to the number of milestones passed, which are shares of the whole run
+    """
+    total = config.epochs * steps_per_epoch
+    rising = config.warmup * steps_per_epoch
+    if step < rising:
+        return (step + 1) / (math.floor(rising) + 1)
+    if config.schedule == "cosine":
+        return 0.5 * (1 + math.cos(math.pi * (step - rising) / max(total - rising, 1)))
+    if config.schedule == "step":
+        milestones = (0.5, 0.75) if config.milestones is None else config.milestones
+        factor = 0.1 if config.step_factor is None else config.step_factor
+        return factor ** sum(step >= share * total for share in milestones)
+    return 1.0
