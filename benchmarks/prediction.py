@@ -15,7 +15,7 @@ engine's by its counted arithmetic (marked ~). Parts: the grid; the regression n
 loops of 200 and of the paper's 10,000 draws; other libraries (`rivals.py`). Early stopping writes a record of its own.
 
     python benchmarks/prediction.py [--networks mlp ...] [--sites last ...] [--methods emp ...] [--batch 8 ...]
-                                    [--draws 200 ...] [--parts grid uci rivals] [--budget 1] [--results FOLDER]
+                                    [--draws 200 ...] [--parts grid uci rivals] [--budget 0.75] [--results FOLDER]
     python benchmarks/prediction.py --early-stopping [--data-dir FOLDER] [--results FOLDER]
 """
 
@@ -55,6 +55,7 @@ PAPER_DRAWS = 10_000  # of the regression experiments
 RIVAL_BATCH = 8
 _RATIOS = ("ratio", "work", "floor_ratio")  # engine / loop; arithmetic / S passes; engine / that arithmetic
 _PROBE_DRAWS, _PROBE_INPUTS = 40, 8  # on which the errors of both are compared
+_LONG = 10  # seconds of a loop that is run twice, not three times
 _BLOCK = 5  # draws in which every component comes once
 
 
@@ -80,7 +81,7 @@ def _cells(subject: Subject, draws: pb.Draws, timed: int, numbers: list[int], bu
     own = own_choice(subject, max(_BLOCK, int(budget / subject.one_pass))) if ERROR_DRAWS in numbers else None
     if own is not None:
         calls["own"] = partial(pb.predict, model, x, own.draws)
-    seconds = in_turn(calls, budget)
+    seconds = in_turn(calls, budget, fewest=2 if timed * subject.one_pass > _LONG else 3)
     cells = []
     for number, part in parts.items():
         unpatched = times(number / passes, seconds["unpatched"])
@@ -226,7 +227,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     for name, values in FILTERS.items():
         choices = None if isinstance(values[0], int) else values
         parser.add_argument(f"--{name}", nargs="+", type=type(values[0]), default=values, choices=choices)
-    parser.add_argument("--budget", type=float, default=1.0, help="seconds for a timing")
+    parser.add_argument("--budget", type=float, default=0.75, help="seconds for a timing")
     parser.add_argument("--early-stopping", action="store_true", help="measure that, and nothing else")
     parser.add_argument("--data-dir", type=Path, help="for --early-stopping; else the environment's PATCHBAYES_DATA")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the record")

@@ -61,11 +61,12 @@ def prediction(record: dict[str, Any]) -> str:
                 f"| {cell['to_error']:.3f} of the loop's |"
             )
     worst = max(record["cells"], key=lambda cell: cell["ratio"])
+    rounds = min(cell["rounds"] for cell in record["cells"])
     count = sum(cell["ratio"] > 1.05 for cell in record["cells"])
     lines += [
         "",
-        f"One process, untrained weights, seed 0, median of at least 3 rounds, {_circumstances(record)}; ~ marks times scaled "
-        "up from at least 10 draws, the loop's by draws, the engine's by its counted arithmetic. The floor is that "
+        f"One process, untrained weights, seed 0, median of at least {rounds} rounds, {_circumstances(record)}; ~ marks times "
+        "scaled up from at least 10 draws, the loop's by draws, the engine's by its counted arithmetic. The floor is that "
         f"arithmetic at the speed of the unpatched network. Of all {len(record['cells'])} cells (batch 1, 8, 64; S = 1, 20, "
         f"200) {count} are above 1.05 times the loop, the worst ({NAMES[worst['network']]}, {worst['method'].upper()}, batch "
         f"{worst['batch']}, S = {worst['draws']}) at {worst['ratio']:.2f}. {_uci(record)} Command: `{record['command']}`.",

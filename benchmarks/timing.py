@@ -17,12 +17,10 @@ from patchbayes.prediction.plan import Plan
 from patchbayes.prediction.predict import make_draws
 
 FEWEST_DRAWS = 10  # timed, whatever the budget
-_FEWEST_ROUNDS, _MOST_ROUNDS = 3, 101
+_MOST_ROUNDS = 101
 
 
-def in_turn(
-    calls: Mapping[str, Callable[[], Any]], enough: float, fewest: int = _FEWEST_ROUNDS
-) -> dict[str, list[float]]:
+def in_turn(calls: Mapping[str, Callable[[], Any]], enough: float, fewest: int = 3) -> dict[str, list[float]]:
     """Seconds of every call in every round. The calls take turns, so that the machine's noise hits all alike.
 
     Rounds go on until `enough` seconds are spent, at least `fewest`; every second round runs backwards.

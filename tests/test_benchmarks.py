@@ -162,8 +162,9 @@ def test_early_stopping_says_what_data_it_lacks(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_early_stopping_saves_draws_on_real_images(data_dir):
-    measure = import_module("prediction").measure_early_stopping
+def test_early_stopping_saves_draws_on_real_images(data_dir, tmp_path, monkeypatch):
+    benchmark = import_module("prediction")
+    measure = benchmark.measure_early_stopping
     loose = measure(data_dir, num_images=4, num_draws=60, tolerance=0.05, rounds=2)
     assert (loose["inputs"], loose["draws"], loose["rounds"], loose["tolerance"]) == (4, 60, 2, 0.05)
     assert 0 < loose["draws_used"] < 60
@@ -173,6 +174,13 @@ def test_early_stopping_saves_draws_on_real_images(data_dir):
     strict = measure(data_dir, num_images=2, num_draws=10, tolerance=1e-6, rounds=2)
     assert (strict["draws_used"], strict["inputs_with_all_draws"]) == (10, 2)
     assert strict["draws_used_quartiles"] == [10, 10]
+    monkeypatch.setattr(benchmark, "measure_early_stopping", lambda folder: strict)  # the whole takes minutes
+    record = run(tmp_path, "--early-stopping", "--data-dir", str(data_dir))
+    assert record["benchmark"] == "early_stopping"
+    text = "<!-- table: early_stopping -->\n<!-- end table -->"
+    assert "10 draws for an input on average, 2 inputs take all 10" in import_module("readme_tables").render(
+        text, tmp_path
+    )
 
 
 @pytest.mark.parametrize(

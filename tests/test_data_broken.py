@@ -282,6 +282,21 @@ def test_npz_files_that_are_none(tmp_path):
     refuses("d.npz: lacks y_train, x_test, y_test", f"npz:{file}")
 
 
+def test_npz_files_with_a_damaged_byte(tmp_path):
+    file = tmp_path / "d.npz"
+    np.savez_compressed(file, **arrays(x_train=np.random.default_rng(0).normal(size=(6, 2))))
+    whole = file.read_bytes()
+    refused = []
+    for position in range(0, len(whole), 5):
+        file.write_bytes(whole[:position] + bytes([whole[position] ^ 0x55]) + whole[position + 1 :])
+        try:
+            read(f"npz:{file}")
+        except PatchbayesError as error:
+            refused.append(str(error))
+    assert len(refused) > 20
+    assert all(str(file) in message for message in refused)
+
+
 def test_arrays_of_a_wrong_task():
     with pytest.raises(PatchbayesError, match="task='ranking'"):
         from_arrays(**arrays(), task="ranking")

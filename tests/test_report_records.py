@@ -98,8 +98,10 @@ def with_intervals(probs, targets, rng, resamples=30):
         scores(probs, targets, rng.multinomial(size, np.full(size, 1 / size)).astype(float)) for _ in range(resamples)
     ]
     limits = {name: np.quantile([s[name] for s in samples], [0.025, 0.975]) for name in values}
+    # The basic bootstrap: calibration errors of resamples are larger than the original's.
     return {
-        name: {"value": v, "low": float(limits[name][0]), "high": float(limits[name][1])} for name, v in values.items()
+        name: {"value": v, "low": float(2 * v - limits[name][1]), "high": float(2 * v - limits[name][0])}
+        for name, v in values.items()
     }
 
 
@@ -197,7 +199,9 @@ def _simulate(method, seed):
         "split": "test[5000:]",
         "num_examples": len(targets),
         "classes": CLASSES,
-        "draws": simulation.draws,
+        "draws": 40,
+        "num_draws": simulation.draws,
+        "exact": False,
         "seed": seed,
         "command": f"patchbayes evaluate runs/{name} --draws {simulation.draws} --split 'test[5000:]'",
         "train_command": f"patchbayes train --data cifar10 --model cifar_resnet20 --method {name.split('-')[0]} "
@@ -261,7 +265,7 @@ def _simulate(method, seed):
                 "data": data,
                 "score": "entropy",
                 "auroc": auroc(shift - foreign, -confidence),
-                "fpr95": float((confidence < np.quantile(foreign - shift, 0.95)).mean()),
+                "fpr95": float((shift - foreign <= np.quantile(-confidence, 0.95)).mean()),
             }
             for data, shift in (("svhn", 0.05), ("cifar100", 0.0))
         ],

@@ -182,7 +182,8 @@ def _train(model: nn.Module, train: Iterable[Any], num_steps: int, lr: float) ->
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_steps)
     losses: list[float] = []
     num_data = 0
-    with torch.enable_grad(), contextlib.closing(_endless(train)) as batches:
+    batches = _endless(train)
+    with torch.enable_grad():
         for step in range(num_steps):
             inputs, targets = checked_batch("train", next(batches))
             num_data = num_data or len(train) * len(targets)  # type: ignore[arg-type]

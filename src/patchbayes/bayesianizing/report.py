@@ -79,9 +79,11 @@ class BayesianizeReport:
         lines.append(f"jitter  {_scales(self.jitter)} ({source[self.jitter_source]})")
         if self.num_steps:
             lines.append(f"loss    {self.first_loss:.4f} -> {self.last_loss:.4f} in {self.num_steps} steps")
-            lines.append(f"spread  {_scales(self.spread)} times what training left")
-        if self.kept == "untrained":
-            lines.append("training did not improve the held-out NLL, so the untrained components were kept")
+            lines.append(
+                f"spread  {_scales(self.spread)} times what training left"
+                if self.kept == "trained"
+                else "training did not improve the held-out NLL, so the untrained components were kept"
+            )
         for trial in self.tried:
             lines.append(f"  tried {trial.stage} {_scales(trial.scales):<28} {trial.scores}")
         if self.before is not None:

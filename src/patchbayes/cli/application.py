@@ -1,11 +1,13 @@
 """The command line application: its subcommands, and what becomes of errors."""
 
+import os
 import signal
 import sys
 from typing import Annotated
 
 import typer
 
+from .bayesianize import bayesianize
 from .evaluate import evaluate
 from .params import params
 from .predict import predict
@@ -21,21 +23,26 @@ application = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (train, evaluate, predict, report, params, reproduce):
+for command in (train, bayesianize, evaluate, predict, report, params, reproduce):
     application.command()(command)
 
 _debug = False
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"patchbayes {sys.modules['patchbayes'].__version__}")
+        raise typer.Exit
+
+
 @application.callback()
 def options(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
-    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.", is_eager=True)] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and leave.", is_eager=True, callback=_print_version)
+    ] = False,
 ) -> None:
     """Make a neural network that you already have into a Bayesian one, and see how far to trust it."""
-    if version:
-        typer.echo(f"patchbayes {sys.modules['patchbayes'].__version__}")
-        raise typer.Exit
     global _debug
     _debug = debug
 
@@ -46,6 +53,7 @@ def run() -> None:
 
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `patchbayes ... | head` ends quietly
+    sys.path.insert(0, os.getcwd())  # so that package.module:function may name a file of the user's
     try:
         application()
     except KeyboardInterrupt:

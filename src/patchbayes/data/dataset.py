@@ -9,9 +9,7 @@ from torch import Tensor
 
 from ..errors import PatchbayesError
 from .preparation import Preparation
-from .splits import ArraySplit, Split, Task
-
-__all__ = ["ArraySplit", "Dataset", "Preparation", "Split", "Task"]
+from .splits import Split, Task
 
 _PART = re.compile(r"(\w+)(?:\[(-?\d+)?:(-?\d+)?\])?")
 

@@ -1,9 +1,8 @@
 """Answers for new inputs: image files or rows of CSV files, one row of results each, as a stream."""
 
-import csv
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..data import Preparation
+from ..data import Preparation, csv_rows
 from ..data.image_files import SUFFIXES, decode_images
 from ..errors import PatchbayesError
 from ..likelihoods import Likelihood
@@ -145,30 +144,5 @@ class NewInputs:
 
     def _lines(self, files: Sequence[Path]) -> Iterator[tuple[str, list[float]]]:
         for file in files:
-            try:
-                with file.open(newline="") as content:
-                    yield from _values(file, csv.DictReader(content), self.data["features"])
-            except (OSError, UnicodeDecodeError, csv.Error) as error:
-                raise PatchbayesError(f"predict: {file} cannot be read as a CSV file: {error}.") from None
-
-
-def _values(file: Path, reader: "csv.DictReader[str]", features: Iterable[str]) -> Iterator[tuple[str, list[float]]]:
-    missing = [name for name in features if name not in (reader.fieldnames or [])]
-    if missing:
-        raise PatchbayesError(
-            f"predict: {file} has no column {', '.join(map(repr, missing))}; the network was trained on "
-            f"{', '.join(map(repr, features))}."
-        )
-    for line in reader:
-        values = []
-        for name in features:
-            try:
-                value = float(line[name])
-            except (TypeError, ValueError):
-                value = math.nan
-            if not math.isfinite(value):
-                raise PatchbayesError(
-                    f"predict: {file}, line {reader.line_num}, column {name!r}: {line[name]!r} is not a finite number."
-                )
-            values.append(value)
-        yield f"{file.name}:{reader.line_num}", values
+            for numbers, values in csv_rows(file, self.data["features"], self.batch_size):
+                yield from ((f"{file.name}:{n}", row) for n, row in zip(numbers, values.tolist(), strict=True))

@@ -22,11 +22,10 @@ import torch
 from ..errors import PatchbayesError
 from ..files import write_atomically
 from ..provenance import provenance
+from .experiment import Scale
 from .regression_splits import SETS, StackedSplits, Standardized, is_there, read_splits, year_file
 from .stacked_prediction import Score, drawn_outputs
 from .stacked_training import Recipe, StackedNetworks, draw_steps, train_
-
-Scale = Literal["smoke", "small", "paper"]
 
 #: What a method changes in the recipe of an unpatched network with batch norms.
 METHODS: dict[str, dict[str, Any]] = {
@@ -77,40 +76,31 @@ def recipe_of(set_name: str, method: str, protocol: Protocol) -> Recipe:
 
 def run(set_name: str, method: str, protocol: Protocol, data_dir: Path) -> dict[str, Any]:
     """Train and score one method on all splits of one set: the result part of a record."""
+    recipe, config = recipe_of(set_name, method, protocol), config_of(set_name, method, protocol)
     numbers = range(min(SETS[set_name].splits, protocol.splits or SETS[set_name].splits))
-    data = read_splits(set_name, data_dir, numbers, protocol.standardized)
-    recipe = recipe_of(set_name, method, protocol)
-    scores = [_score_of(data, r, protocol) for r in range(len(numbers))]
-    members: list[list[Score]] = [[] for _ in numbers]  # the ensemble's, each alone
-    seeds, train_seconds, predict_seconds = [], 0.0, 0.0
-    for member in range(MEMBERS if method == "ensemble" else 1):
-        seeds.append(_seed(protocol.seed, set_name, method, member))
-        generator = torch.Generator().manual_seed(seeds[-1])
+    stacks = read_splits(set_name, data_dir, numbers, protocol.standardized)
+    seeds = [_seed(protocol.seed, set_name, method, member) for member in range(config["members"])]
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    rows: list[dict[str, Any]] = []
+    seconds = {"train": 0.0, "predict": 0.0}
+    for data in stacks:
         began = time.perf_counter()
-        networks = train_stack(recipe, data, protocol, generator)
-        train_seconds += time.perf_counter() - began
-        began = time.perf_counter()
-        for r, score in enumerate(scores):
-            for outputs in drawn_outputs(networks, r, data.test_inputs[r], protocol.draws, generator):
-                score.add(outputs)
-                if method == "ensemble":
-                    members[r].append(_score_of(data, r, protocol))
-                    members[r][-1].add(outputs)
-        predict_seconds += time.perf_counter() - began
-    rows = [{"split": number, **_numbers(scores[r])} for r, number in enumerate(numbers)]
-    if method == "ensemble":
-        for row, alone in zip(rows, members, strict=True):
-            for metric in ("rmse", "lpd"):
-                row[f"member_{metric}"] = statistics.fmean(_numbers(one)[metric] for one in alone)
+        members = [train_stack(recipe, data, protocol, generator) for generator in generators]
+        trained = time.perf_counter()
+        for place, number in enumerate(data.numbers):
+            rows.append({"split": number, **_scored(members, place, data, protocol, generators)})
+        seconds["train"] += trained - began
+        seconds["predict"] += time.perf_counter() - trained
+    rows.sort(key=lambda row: int(row["split"]))
     return {
         "set": set_name,
         "method": method,
-        "config": config_of(set_name, method, protocol),
-        "full_protocol": recipe.epochs == Recipe().epochs and len(numbers) == SETS[set_name].splits,
+        "config": config,
+        "full_protocol": config == config_of(set_name, method, PAPER),
         "seeds": seeds,
-        "num_train": data.train_inputs.shape[1],
-        "num_test": data.test_inputs.shape[1],
-        "seconds": {"train": round(train_seconds, 2), "predict": round(predict_seconds, 2)},
+        "num_train": stacks[0].train_inputs.shape[1],
+        "num_test": stacks[0].test_inputs.shape[1],
+        "seconds": {part: round(value, 2) for part, value in seconds.items()},
         "splits": rows,
         "summary": {metric: summary([row[metric] for row in rows]) for metric in ("rmse", "lpd")},
     }
@@ -138,8 +128,29 @@ def summary(values: Sequence[float]) -> dict[str, float | None]:
     return {"mean": statistics.fmean(values), "standard_error": error}
 
 
-def _score_of(data: StackedSplits, number: int, protocol: Protocol) -> Score:
-    return Score(data.test_targets[number], data.unit[number], protocol.tau)
+def _scored(
+    members: Sequence[StackedNetworks],
+    place: int,
+    data: StackedSplits,
+    protocol: Protocol,
+    generators: Sequence[torch.Generator],
+) -> dict[str, Any]:
+    """Both metrics of one split; for an ensemble also what a member reaches alone, on average."""
+
+    def fresh() -> Score:
+        return Score(data.test_targets[place], data.unit[place], protocol.tau)
+
+    together, alone = fresh(), [fresh() for _ in members]
+    for networks, generator, own in zip(members, generators, alone, strict=True):
+        for outputs in drawn_outputs(networks, place, data.test_inputs[place], protocol.draws, generator):
+            together.add(outputs)
+            if len(members) > 1:
+                own.add(outputs)
+    numbers = _numbers(together)
+    if len(members) > 1:
+        for metric in ("rmse", "lpd"):
+            numbers[f"member_{metric}"] = statistics.fmean(_numbers(own)[metric] for own in alone)
+    return numbers
 
 
 def _numbers(score: Score) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -46,9 +46,10 @@ SETS = {
 class StackedSplits:
     """R splits as the networks see them: train inputs (R, N, F), targets (R, N, D); test inputs (R, B, F), targets (R, B, D).
 
-    `unit` (R, D) is the size of a network's unit of the target in the target's own.
+    `unit` (R, D) is the size of a network's unit of the target in the target's own; `numbers` are those of the splits.
     """
 
+    numbers: tuple[int, ...]
     train_inputs: Tensor
     train_targets: Tensor
     test_inputs: Tensor
@@ -67,19 +68,23 @@ def year_file(data_dir: Path) -> Path:
 
 def read_splits(
     name: str, data_dir: Path, numbers: Sequence[int], standardized: Standardized = "both"
-) -> StackedSplits:
-    """The splits `numbers` of a set. All have the same number of examples, as the published ones do.
+) -> list[StackedSplits]:
+    """The splits `numbers` of a set, those of equal sizes stacked: a single stack for each of the published sets.
 
     standardized  which columns get mean 0 and variance 1 of the training part: "both" inputs and targets, only the
                   "inputs", "neither"; "test by itself" is "both" with the test inputs standardized by their own statistics.
     """
-    parts = [_standardized(*_raw(name, data_dir, number), standardized) for number in numbers]
-    shapes = {tuple(len(table) for table in part) for part in ((p[0], p[2]) for p in parts)}
-    if len(shapes) > 1:
-        raise PatchbayesError(
-            f"{name}: splits of different sizes, {sorted(shapes)} (training, test); run those of one size at a time."
-        )
-    return StackedSplits(*(torch.stack(column) for column in zip(*parts, strict=True)))
+    if standardized not in get_args(Standardized):
+        raise PatchbayesError(f"read_splits(standardized={standardized!r}): one of {get_args(Standardized)}.")
+    groups: dict[tuple[int, int], list[tuple[int, tuple[Tensor, ...]]]] = {}
+    for number in numbers:
+        part = _standardized(*_raw(name, data_dir, number), standardized)
+        groups.setdefault((len(part[0]), len(part[2])), []).append((number, part))
+    stacks = []
+    for group in groups.values():
+        which, parts = zip(*group, strict=True)
+        stacks.append(StackedSplits(tuple(which), *(torch.stack(column) for column in zip(*parts, strict=True))))
+    return stacks
 
 
 def _raw(name: str, data_dir: Path, number: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

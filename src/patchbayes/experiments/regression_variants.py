@@ -46,7 +46,6 @@ VARIANTS = {
     "dropout-with-norm": Variant("dropout is added before the BNs", {"recipe": {"norm": "after"}}, ("dropout",)),
     "decoupled-decay": Variant("weight decay 0.01 is AdamW's", {"recipe": {"decay": "decoupled"}}),
     "elbo-loss": Variant("the loss is tau/2 times the squared error in original units (Eq. 9)", {"loss": "elbo"}),
-    "gamma-one": Variant("the BN scales start at 1", {"recipe": {"gamma": 1.0}}, _WITH_NORM),
 }
 
 

@@ -167,7 +167,7 @@ def _draws_curve(comparison: Comparison, metric: str, name: str) -> Picture | No
     ticks: set[int] = set()
     with panel() as (figure, axes):
         for group in comparison.groups:
-            points = _draws_points(group, metric)
+            points = _draws_points(group, metric) or _one_network(group, metric)
             if not points:
                 continue
             x = [s for s, _, _ in points]
@@ -216,6 +216,13 @@ def _draws_points(group: Group, metric: str) -> list[tuple[int, float, float]]:
     ]
 
 
+def _one_network(group: Group, metric: str) -> list[tuple[int, float, float]]:
+    """A network that is not drawn has one point, at S = 1."""
+    value = group.metric(lambda run: run.metrics.get(metric)).value
+    alone = all(run.diversity is None and run.draws_curve is None for run in group.runs)
+    return [(1, value, 0.0)] if alone and value is not None and math.isfinite(value) else []
+
+
 def coverage(comparison: Comparison, name: str) -> Picture | None:
     """Accuracy of the most certain examples, against the share of examples that is kept."""
     return _curves(
@@ -224,7 +231,7 @@ def coverage(comparison: Comparison, name: str) -> Picture | None:
         lambda run: run.coverage,
         "Kept, % of examples",
         "Accuracy of the kept, %",
-        "Accuracy and coverage",
+        "Accuracy of what is kept",
     )
 
 
@@ -236,7 +243,7 @@ def quantiles(comparison: Comparison, name: str) -> Picture | None:
         lambda run: run.quantiles,
         "Level, %",
         "Targets below, %",
-        "Calibration of the quantiles",
+        "Targets below each quantile",
         True,
     )
 

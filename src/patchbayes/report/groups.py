@@ -25,7 +25,8 @@ class Group:
     def seeds_text(self) -> str:
         """How many seeds, and how many draws, in words."""
         seeds = f"{len(self.runs)} seeds" if len(self.runs) > 1 else "1 seed"
-        return seeds if self.first.draws is None else f"{seeds}, S = {self.first.draws:,}"
+        draws = self.first.num_draws or self.first.draws
+        return seeds if draws is None else f"{seeds}, S = {draws:,}{' (all)' if self.first.exact and draws > 1 else ''}"
 
     def estimate(self, value: Callable[[Run], float | None]) -> Estimate:
         """The mean over seeds of a plain number of each run."""
@@ -92,50 +93,50 @@ def _grouped(runs: Sequence[Run]) -> list[list[Run]]:
 
 def _identity(run: Run) -> object:
     """What must agree for runs to be one group: everything that was recorded, but seed, name and folder."""
-    how = {name: value for name, value in run.settings.items() if name not in ("seed", "name", "folder")}
-    return run.method, run.model, run.sites, run.draws, how or _without_seed(run)
+    return run.method, run.model, run.sites, run.draws, _command(run)
 
 
-def _without_seed(run: Run) -> list[str]:
+def _command(run: Run) -> tuple[str, ...]:
     """The words of the training command without its seed and without the run's own folder."""
     try:
         words = shlex.split(run.train_command)
     except ValueError:
         words = run.train_command.split()
     own = {run.name, PurePath(run.folder).name} - {""}
-    kept, skip = [], False
+    kept: list[str] = []
+    seed_follows = False
     for word in words:
-        if skip or word.startswith("--seed=") or PurePath(word.partition("=")[2] or word).name in own:
-            skip = False
+        option, _, value = word.rpartition("=")
+        if seed_follows or option in ("--seed", "seed"):
+            if kept and kept[-1] == "--set":  # --set seed=1
+                kept.pop()
+            seed_follows = False
         elif word == "--seed":
-            skip = True
-        else:
+            seed_follows = True
+        elif PurePath(value).name not in own:
             kept.append(word)
-    return kept
+    return tuple(kept)
 
 
 def _labels(groups: Sequence[Sequence[Run]]) -> list[str]:
     """The method's name; where several groups share it, also what tells them apart, in the last resort a number."""
     labels = [group[0].method or "(no method)" for group in groups]
-    for tell in (_fields, _settings, lambda run: {"": run.name}):
+    for marks_of in (_recorded, _command, lambda run: (run.name,)):
         for label in {label for label in labels if labels.count(label) > 1}:
             same = [i for i, other in enumerate(labels) if other == label]
-            told = [tell(groups[i][0]) for i in same]
-            for i, words in zip(same, told, strict=True):
-                apart = [w for name, w in words.items() if any(other.get(name) != w for other in told)]
-                labels[i] = ", ".join([label, *(word for word in apart if word)])
+            marks = [marks_of(groups[i][0]) for i in same]
+            for i, own in zip(same, marks, strict=True):
+                apart = [mark for mark in own if any(mark not in other for other in marks)]
+                labels[i] = f"{label}, {' '.join(mark.lstrip('-') for mark in apart)}" if apart else label
     return [
         label if labels.count(label) == 1 else f"{label} ({labels[: i + 1].count(label)})"
         for i, label in enumerate(labels)
     ]
 
 
-def _fields(run: Run) -> dict[str, str]:
-    return {"model": run.model, "sites": run.sites, "draws": "" if run.draws is None else f"S = {run.draws:,}"}
-
-
-def _settings(run: Run) -> dict[str, str]:
-    return {name: f"{name} {value}" for name, value in run.settings.items() if name not in ("seed", "name", "folder")}
+def _recorded(run: Run) -> tuple[str, ...]:
+    draws = () if run.draws is None else (f"S = {run.draws:,}",)
+    return tuple(text for text in (run.model, run.sites) if text) + draws
 
 
 def _seed(run: Run, position: int) -> int:

@@ -23,15 +23,23 @@ class Measure:
     def arrow(self) -> str:
         return {"higher": "↑", "lower": "↓", "none": ""}[self.better]
 
-    def show(self, value: float | None) -> str:
-        """The number as text: an en dash where there is none."""
+    def show(self, value: float | None, beside: float | None = None) -> str:
+        """The number as text, an en dash where there is none; with as many decimals as the number it stands beside."""
         if value is None or math.isnan(value):
             return MISSING
         if math.isinf(value):
             return "∞" if value > 0 else f"{MINUS}∞"
+        decimals = self._decimals(value if beside is None else beside)
         scaled = value * self.scale
-        text = f"{scaled:.{self.decimals}f}" if self.decimals is not None and abs(scaled) < 1e9 else f"{scaled:.4g}"
+        text = f"{scaled:.4g}" if decimals is None or abs(scaled) >= 1e9 else f"{scaled:.{decimals}f}"
         return text.replace("-", MINUS)
+
+    def _decimals(self, value: float) -> int | None:
+        """Fixed, or those of four significant digits; None where these do not fit between 0.001 and a million."""
+        size = abs(value * self.scale)
+        if self.decimals is not None:
+            return self.decimals
+        return 3 - math.floor(math.log10(size)) if 1e-3 <= size < 1e4 else 0 if 1e4 <= size < 1e6 else None
 
 
 MEASURES = {
@@ -53,7 +61,7 @@ MEASURES = {
 AUROC = Measure(
     "AUROC, %", "higher", 100, 1, "chance that an unfamiliar input gets a higher uncertainty than a familiar one"
 )
-FPR95 = Measure("FPR95, %", "lower", 100, 1, "familiar inputs flagged where 95 % of the unfamiliar ones are")
+FPR95 = Measure("FPR95, %", "lower", 100, 1, "unfamiliar inputs that pass where 95 % of the familiar ones do")
 RELATIVE_ERROR = Measure("", "lower", 1, 1)
 ERROR = Measure("Error, %", "lower", 100, 1, "share of examples whose most probable class is wrong")
 

@@ -109,7 +109,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Run:
-    """One evaluated run."""
+    """One evaluated run. draws: as asked for; num_draws: networks that were averaged; exact: these are all there are."""
 
     source: str
     name: str
@@ -122,10 +122,11 @@ class Run:
     split: str
     num_examples: int | None
     draws: int | None
+    num_draws: int | None
+    exact: bool
     seed: int | None
     command: str
     train_command: str
-    settings: dict[str, str]
     commit: str
     date: str
     machine: dict[str, str]
@@ -174,10 +175,11 @@ def read_run(record: Mapping[str, Any], history: Sequence[Mapping[str, Any]], nu
         split=top["split"].text(""),
         num_examples=count.count() if count.present else None,
         draws=top["draws"].integer(),
+        num_draws=top["num_draws"].integer(),
+        exact=top["exact"].value is True,
         seed=top["seed"].integer(),
         command=top["command"].text(""),
         train_command=top["train_command"].text(""),
-        settings=_words(top["settings"]),
         commit=top["commit"].text(""),
         date=top["date"].text(""),
         machine=_words(top["machine"]),

@@ -333,11 +333,11 @@ def _cells(what: Measure, estimates: Sequence[Estimate], families: Sequence[int]
 def _details(what: Measure, estimate: Estimate) -> tuple[str, ...]:
     parts = []
     if estimate.half_width is not None:
-        parts.append(f"±\N{NO-BREAK SPACE}{what.show(estimate.half_width)}")
+        parts.append(f"±\N{NO-BREAK SPACE}{what.show(estimate.half_width, estimate.value)}")
     elif estimate.low is not None and estimate.high is not None:
-        parts.append(f"[{what.show(estimate.low)}, {what.show(estimate.high)}]")
+        parts.append(f"[{what.show(estimate.low, estimate.value)}, {what.show(estimate.high, estimate.value)}]")
     if estimate.floor is not None:
-        parts.append(f"floor {what.show(estimate.floor)}")
+        parts.append(f"floor {what.show(estimate.floor, estimate.value)}")
     return tuple(parts)
 
 

@@ -65,6 +65,8 @@ def train(config: TrainingConfig, folder: str | Path, *, resume: bool = False, q
             _begin(folder, config, dataset, resume)
         accelerator.wait_for_everyone()
         run = RunFolder.open(folder)
+        if config.threads is None:  # their number changes the last bits: as many as when the run began
+            torch.set_num_threads(run.config["machine"]["threads"])
         trainer.run(run, stack.enter_context(journal), stack.enter_context(Interruption()))
     return run
 

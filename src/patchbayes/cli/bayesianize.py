@@ -1,0 +1,80 @@
+"""patchbayes bayesianize: an ordinary trained checkpoint becomes a Bayesian network."""
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .console import show, show_json
+
+
+def bayesianize(
+    checkpoint: Annotated[
+        Path, typer.Argument(help="Trained weights: a safetensors file, or a state dict as torch.save writes it.")
+    ],
+    folder: Annotated[Path, typer.Argument(help="The run folder to write.")],
+    model: Annotated[
+        str,
+        typer.Option(
+            help="The network of the checkpoint: a built-in net, timm:NAME, torchvision:NAME, package.module:function."
+        ),
+    ],
+    data: Annotated[str, typer.Option(help="The data it was trained on, such as cifar100 or images:DIR.")],
+    held_out: Annotated[
+        str | None,
+        typer.Option(
+            help="A part of the data that it was not trained on, such as test[:5000], to choose the jitter by."
+        ),
+    ] = None,
+    method: Annotated[str, typer.Option(help="ecmp or emp.")] = "ecmp",
+    components: Annotated[int, typer.Option("-K", "--components", help="Components of each patched layer.")] = 5,
+    sites: Annotated[str, typer.Option(help="Layers to patch.")] = "norm+output",
+    jitter: Annotated[float | None, typer.Option(help="A jitter instead of the one that held-out data choose.")] = None,
+    epochs: Annotated[float, typer.Option(help="Passes over the training data; 0 only chooses the jitter.")] = 1.0,
+    lr: Annotated[float | None, typer.Option(help="Learning rate of the patches.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Examples in a step.")] = 128,
+    seed: Annotated[int, typer.Option(help="Of components, draws and data order.")] = 0,
+    data_dir: Annotated[Path | None, typer.Option(help="Where data sets lie; else $PATCHBAYES_DATA.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Turn a trained network into a calibrated Bayesian one, without training it again.
+
+    The chosen layers get K components around the trained values; only these are trained, for about an epoch, and how far
+    they spread is chosen on held-out data. The result is a patch file a few percent of the network's size, in a run folder
+    that points to the checkpoint: keep both. Without --held-out a documented default jitter is taken, and the command says so.
+
+    \b
+    patchbayes bayesianize resnet20.safetensors runs/bayes --model cifar_resnet20 --data cifar100 --held-out "test[:5000]"
+    patchbayes evaluate runs/bayes --split "test[5000:]" --temperature-on "test[:5000]"
+    """
+    import dataclasses
+
+    from ..bayesianizing.run import bayesianize_checkpoint
+    from ..training import build_method
+
+    if method not in ("ecmp", "emp"):
+        raise typer.BadParameter(f"--method {method}: give ecmp or emp.")
+    options: dict[str, Any] = {"epochs": epochs, "sites": sites, "method": build_method(method, components=components)}
+    options |= {} if lr is None else {"lr": lr}
+    options |= {} if jitter is None else {"jitter": jitter}
+    _, report = bayesianize_checkpoint(
+        checkpoint,
+        folder,
+        data=data,
+        model=model,
+        held_out=held_out,
+        data_dir=data_dir,
+        batch_size=batch_size,
+        seed=seed,
+        command=shlex.join(["patchbayes", *sys.argv[1:]]),
+        **options,
+    )
+    if as_json:
+        content = dataclasses.asdict(report)
+        content.pop("patch")
+        show_json({"folder": str(folder), **content})
+        return
+    show(str(report))
+    show(f"\nwritten: {folder}\nnext: patchbayes evaluate {shlex.quote(str(folder))}")
