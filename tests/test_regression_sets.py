@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from patchbayes.errors import PatchbayesError
-from patchbayes.experiments import regression_sets, regression_splits, regression_tables, regression_variants
+from patchbayes.experiments import (
+    regression_sets,
+    regression_speed,
+    regression_splits,
+    regression_tables,
+    regression_variants,
+)
 from patchbayes.experiments.experiment import SCALES, Setting, paper_table, reproduce
 from patchbayes.experiments.regression_comparison import corrected_test, two_sided_p
 from patchbayes.experiments.regression_sets import METHODS, PAPER, Protocol, config_of, plan, recipe_of, run, run_all
@@ -32,9 +38,9 @@ def folder(tmp_path, generator):
         (place / "data.txt").write_text("\n".join(rows))
         (place / "index_features.txt").write_text("\n".join(str(float(n)) for n in range(features)))
         (place / "index_target.txt").write_text(str(features))
-        for split in range(3):
+        for split in range(20):
             order = torch.randperm(30, generator=generator).tolist()
-            tested = 4 if split == 2 else 3  # the last split has another size
+            tested = 4 if split == 2 else 3  # this split has another size
             (place / f"index_test_{split}.txt").write_text("\n".join(map(str, order[:tested])))
             (place / f"index_train_{split}.txt").write_text("\n".join(map(str, order[tested:])))
         if second:
@@ -315,7 +321,7 @@ def test_the_whole_experiment_at_smoke_scale(folder, tmp_path, monkeypatch):
 
 
 def test_variants_command_line(folder, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(regression_variants, "Protocol", lambda: TINY)
+    monkeypatch.setattr(regression_variants, "PAPER", TINY)
     words = [
         "--sets",
         "yacht",
@@ -342,3 +348,14 @@ def test_real_sets_can_be_read(data_dir):
         assert data.train_targets.shape[2] == SETS[name].targets
         assert torch.isfinite(data.test_inputs).all()
         assert data.test_inputs.abs().max() < 20
+
+
+def test_speed_is_measured_for_every_method(folder, tmp_path, capsys):
+    out = tmp_path / "speed.json"
+    regression_speed.main(["--sets", "yacht", "--rounds", "2", "--data-dir", str(folder), "--out", str(out)])
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["method"] for row in rows] == list(METHODS)
+    for row in rows:
+        assert (row["rounds"], row["steps"], row["splits"]) == (2, 1, 19)
+        assert all(row[f"{way}_microseconds_a_step"] > 0 for way in ("stacked", "alone", "modules"))
+    assert capsys.readouterr().out.count("times over modules") == len(METHODS)

@@ -360,3 +360,174 @@ def simulate_regression(seeds=(0, 1, 2), examples=400):
             )
             histories.append([{"epoch": e, "loss": 1 / e, "held_out_rmse": 1.0 + 1 / e} for e in range(1, 21)])
     return evaluations, histories
+
+
+# ---- reading
+
+
+def place(record, key):
+    """The container and last step of a dotted key, numbers being positions of a list."""
+    *path, last = [int(step) if step.isdigit() else step for step in key.split(".")]
+    for step in path:
+        record = record[step]
+    return record, last
+
+
+def one_run():
+    (record,), (history,) = simulate(["ECMP(K=5)"], [0])
+    return record, history
+
+
+def test_a_good_record_is_read_whole():
+    record, history = one_run()
+    run = read_run(record, history, 1)
+    assert run.source == "runs/ecmp-seed0/evaluation.json"
+    assert run.metrics["ece"].value == record["metrics"]["ece"]["value"]
+    assert run.metrics["ece"].floor == record["metrics"]["ece"]["floor"]
+    assert run.metrics["nll"].floor is None
+    assert run.draws_curve.values["nll"] == tuple(record["draws_curve"]["nll"]["value"])
+    assert run.corruptions.tables["ece"][14] == tuple(record["corruptions"]["ece"][14])
+    assert run.diversity.components[-1] == ("fc", record["diversity"]["components"][-1]["distance"])
+    assert run.most_certain[0].png.startswith(b"\x89PNG")
+    assert [epoch for epoch, _ in run.history["loss"]] == list(range(1, 31))
+    assert run.machine == {"processor": "x86_64", "cores": "2"}
+
+
+def test_a_minimal_record_is_enough():
+    record = {"schema": 1, "name": "a", "task": "regression", "method": "EMP", "data": "d", "metrics": {}}
+    run = read_run(record, [], 3)
+    assert run.source == "record 3"
+    assert (run.draws_curve, run.reliability, run.diversity, run.corruptions, run.ood) == (None, None, None, None, ())
+
+
+def test_nan_and_null_are_missing_and_infinity_is_a_number():
+    record, _ = one_run()
+    record["metrics"] = {"nll": {"value": math.inf, "low": math.nan, "high": None}, "ece": None}
+    found = read_run(record, [], 1).metrics
+    assert found["nll"].value == math.inf
+    assert (found["nll"].low, found["nll"].high) == (None, None)
+    assert "ece" not in found
+
+
+def test_history_rows_without_epoch_are_counted_and_words_left_out():
+    history = read_run(one_run()[0], [{"loss": 2, "note": "x"}, {"loss": 1, "best": True}], 1).history
+    assert history == {"loss": ((1.0, 2.0), (2.0, 1.0))}
+
+
+BROKEN = {
+    "schema": 2,
+    "name": None,
+    "task": "ranking",
+    "method": 7,
+    "data": ["cifar10"],
+    "num_examples": -1,
+    "seed": 1.5,
+    "command": {"text": "patchbayes"},
+    "machine": "fast",
+    "parameters.patched": True,
+    "training_seconds": "long",
+    "metrics": None,
+    "metrics.ece": 0.1,
+    "metrics.ece.value": "0.1",
+    "metrics.nll.low": 10**400,
+    "temperature.metrics": [],
+    "draws_curve.draws": [5, 1, 20, 40],
+    "draws_curve.nll.value": [1.0],
+    "draws_curve.nll.standard_error": "small",
+    "reliability.count": [-1] * 20,
+    "reliability.confidence": [None] * 20,
+    "reliability.accuracy": [0.5] * 19,
+    "histogram.edges": [0.0, 1.0],
+    "histogram.wrong": [1],
+    "coverage.coverage": [1.0, 0.5],
+    "coverage.accuracy": None,
+    "diversity.components.0.site": None,
+    "diversity.disagreement": "much",
+    "ood": {"svhn": 1},
+    "ood.0.auroc": "high",
+    "corruptions.error": [[0.1]],
+    "corruptions.ece.3": [0.1],
+    "corruptions.severities": ["one"],
+    "examples.most_certain": "none",
+    "examples.most_certain.0.index": "first",
+    "examples.most_certain.0.png": "not base64!",
+    "examples.least_certain.0.png": base64.b64encode(b"<svg onload=alert(1)>").decode(),
+    "quantiles": {"level": [0.5, 0.1], "observed": [0.5, 0.1]},
+}
+
+
+@pytest.mark.parametrize("key", BROKEN)
+def test_a_broken_record_is_refused_with_file_and_key(key):
+    record, history = one_run()
+    container, last = place(record, key)
+    container[last] = BROKEN[key]
+    with pytest.raises(PatchbayesError) as error:
+        read_run(record, history, 1)
+    text = str(error.value)
+    assert "runs/ecmp-seed0/evaluation.json" in text
+    # A list of the wrong length may be blamed on its neighbor in the same object.
+    assert key.replace(".0", "[0]").replace(".3", "[3]").split(".")[0] in text
+    assert "is required" in text
+    assert "patchbayes evaluate" in text
+
+
+def test_broken_rows_of_the_history_are_refused_with_their_line():
+    record, _ = one_run()
+    for history in ([{"epoch": 1}, ["loss", 2]], [{"epoch": 1}, {"epoch": "two"}]):
+        with pytest.raises(PatchbayesError, match=r"runs/ecmp-seed0/metrics\.jsonl: line 2"):
+            read_run(record, history, 1)
+
+
+def test_a_record_that_is_no_object_is_refused():
+    for record in ([], None, "text"):
+        with pytest.raises(PatchbayesError, match="record 4"):
+            read_run(record, [], 4)
+
+
+@given(st.text(alphabet=st.characters(codec=None, categories=["Cc", "Cs", "Cf", "Lu", "Zs", "Sm"])))
+def test_text_is_without_control_characters_surrogates_and_reversals(text):
+    record, _ = one_run()
+    record["name"] = text
+    name = read_run(record, [], 1).name
+    name.encode()  # no lone surrogate
+    assert len(name) == len(text)
+    assert not set(name) & ({chr(c) for c in range(32)} - set("\n\t") | set("\x7f\x85\u202e\u2066"))
+    assert all(a == b or b == "\N{REPLACEMENT CHARACTER}" for a, b in zip(text, name, strict=True))
+
+
+def leaves(value, path=()):
+    """The path of every value inside a record, containers too."""
+    if path:
+        yield path
+    steps = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for step, inner in steps:
+        yield from leaves(inner, (*path, step))
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**20), 10**20) | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def mutated(data, record):
+    """The record with one value, anywhere, replaced by any JSON value."""
+    path = data.draw(st.sampled_from(sorted(leaves(record), key=str)))
+    container = record
+    for step in path[:-1]:
+        container = container[step]
+    container[path[-1]] = data.draw(JSON)
+    return record
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_any_value_in_the_place_of_another_is_read_or_refused_by_name(data):
+    record = mutated(data, one_run()[0])
+    try:
+        run = read_run(record, [], 1)
+    except PatchbayesError as error:
+        assert "evaluation.json" in str(error) or "record 1" in str(error)
+    else:
+        assert run.task in ("classification", "regression")

@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from test_stacked_training import INPUTS, NETWORKS, RECIPES, TARGETS, module_of, stack
 
 import patchbayes as pb
 from patchbayes.errors import PatchbayesError
@@ -12,6 +11,7 @@ from patchbayes.experiments import stacked_prediction
 from patchbayes.experiments.stacked_prediction import DrawnNetworks, Score, drawn_outputs
 from patchbayes.layout import Drawn
 from patchbayes.network import hold
+from test_stacked_training import INPUTS, NETWORKS, RECIPES, TARGETS, module_of, stack
 
 TAU = 0.1
 

@@ -12,7 +12,6 @@ from patchbayes.experiments.stacked_training import (
     BLOCK,
     Recipe,
     StackedNetworks,
-    Steps,
     draw_steps,
     dropped_positions,
     train_,

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from .bayesianize import bayesianize
+from .demo import demo
 from .evaluate import evaluate
 from .params import params
 from .predict import predict
@@ -23,7 +24,7 @@ application = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (train, bayesianize, evaluate, predict, report, params, reproduce):
+for command in (demo, train, bayesianize, evaluate, predict, report, params, reproduce):
     application.command()(command)
 
 _debug = False

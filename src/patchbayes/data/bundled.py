@@ -1,4 +1,4 @@
-"""Small data sets that scikit-learn carries along: digits (images) and diabetes (a regression)."""
+"""Small data sets that scikit-learn carries along: digits and photos (images), diabetes (a regression)."""
 
 from types import ModuleType
 
@@ -11,6 +11,7 @@ from .splits import ArraySplit, shuffled
 
 _SPLIT_SEED = 0
 _LEVELS = 16
+_PIECE = 32
 
 
 def read_digits() -> Contents:
@@ -19,6 +20,23 @@ def read_digits() -> Contents:
     images = (torch.tensor(found.images) * (255 / _LEVELS)).round().to(torch.uint8).unsqueeze(1)
     train, test = _halves(images, torch.tensor(found.target, dtype=torch.int64), share=0.5)
     return Contents("classification", train, test, tuple(str(digit) for digit in found.target_names))
+
+
+def read_photos() -> Contents:
+    """520 pieces of 32 x 32 pixels of two photographs, a temple and a flower; half, always the same, are the test part."""
+    photos = _sklearn().load_sample_images().images
+    pieces = [
+        torch.tensor(photo)
+        .permute(2, 0, 1)
+        .unfold(1, _PIECE, _PIECE)
+        .unfold(2, _PIECE, _PIECE)
+        .flatten(1, 2)
+        .transpose(0, 1)
+        for photo in photos
+    ]
+    targets = torch.arange(len(pieces)).repeat_interleave(torch.tensor([len(piece) for piece in pieces]))
+    train, test = _halves(torch.cat(pieces).contiguous(), targets, share=0.5)
+    return Contents("classification", train, test, ("temple", "flower"))
 
 
 def read_diabetes() -> Contents:
@@ -31,7 +49,7 @@ def read_diabetes() -> Contents:
 
 
 def _sklearn() -> ModuleType:
-    return optional("sklearn.datasets", "data", "reading digits or diabetes")
+    return optional("sklearn.datasets", "data", "reading digits, photos or diabetes")
 
 
 def _halves(inputs: Tensor, targets: Tensor, share: float) -> tuple[ArraySplit, ArraySplit]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..errors import PatchbayesError
 from .arrays import read_npz
-from .bundled import read_diabetes, read_digits
+from .bundled import read_diabetes, read_digits, read_photos
 from .cifar import read_cifar10, read_cifar100
 from .contents import Contents, divided
 from .csv_file import read_csv
@@ -22,6 +22,7 @@ from .uci import read_uci
 
 FORMS = (
     "digits",
+    "photos",
     "diabetes",
     "cifar10[:DIR]",
     "cifar100[:DIR]",
@@ -81,10 +82,10 @@ def _contents(
 ) -> Contents | Dataset:
     kind, _, place = spec.partition(":")
     match kind:
-        case "digits" | "diabetes":
+        case "digits" | "photos" | "diabetes":
             if place:
                 raise PatchbayesError(f"{spec}: {kind} comes with scikit-learn; write {kind!r} alone.")
-            return read_digits() if kind == "digits" else read_diabetes()
+            return {"digits": read_digits, "photos": read_photos, "diabetes": read_diabetes}[kind]()
         case "cifar10":
             return read_cifar10(_public(CIFAR10, spec, place, root))
         case "cifar100":

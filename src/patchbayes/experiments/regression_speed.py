@@ -1,6 +1,6 @@
 """How much faster all splits train together than one at a time: ratios of processor time, measured side by side.
 
-    python -m patchbayes.experiments.regression_speed --data-dir DATA --out results/regression_speed.json
+    python -m patchbayes.experiments.regression_speed --data-dir DATA --out results/regression/speed.json
 
 "alone" is the same hand-written step on a stack of one split; "modules" is the usual way, an ordinary module patched by
 `patch_`, autograd and torch.optim.Adam. Rounds alternate between the three, and a ratio is taken within a round, so that a
@@ -33,7 +33,7 @@ from .stacked_training import Recipe, StackedNetworks, draw_steps, train_
 
 def measure(set_name: str, method: str, data_dir: Path, rounds: int) -> dict[str, Any]:
     """Microseconds of processor time a step, and how many times longer all splits take one at a time."""
-    (data,) = read_splits(set_name, data_dir, range(SETS[set_name].splits))
+    data = read_splits(set_name, data_dir, range(SETS[set_name].splits))[0]
     recipe = dataclasses.replace(recipe_of(set_name, method, Protocol()), epochs=1)
     splits = len(data.numbers)
     ways = {
@@ -92,7 +92,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--data-dir", type=Path, default=os.environ.get("PATCHBAYES_DATA"))
-    parser.add_argument("--out", type=Path, default=Path("results/regression_speed.json"))
+    parser.add_argument("--out", type=Path, default=Path("results/regression/speed.json"))
     given = parser.parse_args(words)
     if given.data_dir is None:
         parser.error("give --data-dir, or set PATCHBAYES_DATA, to the folder that holds uci/")

@@ -9,13 +9,13 @@ show how far each open choice moves the numbers; none is chosen by them.
 import argparse
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .regression_sets import METHODS, Protocol, run_all, say_with_time
+from .regression_sets import METHODS, PAPER, Protocol, run_all, say_with_time
 from .regression_splits import SETS
 
 SETS_OF_VARIANTS = ("yacht", "boston")
@@ -32,8 +32,7 @@ class Variant:
 
     def protocol(self, of: Protocol) -> Protocol:
         """`of` with the changes; those of the recipe are added to its own."""
-        fields = {**vars(of), **self.changes}
-        return Protocol(**{**fields, "recipe": {**of.recipe, **self.changes.get("recipe", {})}})
+        return replace(of, **{**self.changes, "recipe": {**of.recipe, **self.changes.get("recipe", {})}})
 
 
 VARIANTS = {
@@ -79,7 +78,7 @@ def main(words: Sequence[str] | None = None) -> None:
         parser.error("give --data-dir, or set PATCHBAYES_DATA, to the folder that holds uci/")
     torch.set_flush_denormal(True)
     torch.set_num_threads(1)
-    run_variants(given.sets, given.variants, Protocol(), Path(given.data_dir), given.out, say_with_time)
+    run_variants(given.sets, given.variants, PAPER, Path(given.data_dir), given.out, say_with_time)
 
 
 if __name__ == "__main__":

@@ -58,6 +58,7 @@ def reliability(group: Group, name: str) -> Picture | None:
             edgecolors=color(group.series),
             linewidths=1,
             zorder=3,
+            clip_on=False,
         )
         _unit_axes(axes, "Confidence", "Accuracy")
         errors = group.metric(lambda run: run.metrics.get("ece"))
@@ -366,8 +367,8 @@ def _heading(what: Measure) -> str:
 
 
 def _unit_axes(axes: "Axes", x_label: str, y_label: str) -> None:
-    axes.set_xlim(0, 1.02)
-    axes.set_ylim(0, 1.02)
+    axes.set_xlim(0, 1)
+    axes.set_ylim(0, 1)
     for set_ticks in (axes.set_xticks, axes.set_yticks):
         set_ticks([0, 0.25, 0.5, 0.75, 1], ["0", "25", "50", "75", "100"])
     axes.set_xlabel(f"{x_label}, %")

@@ -204,12 +204,13 @@ def read_run(record: Mapping[str, Any], history: Sequence[Mapping[str, Any]], nu
 
 
 def _words(entry: Entry) -> dict[str, str]:
-    """An object of plain values, as texts."""
+    """An object of plain values, as texts; nulls are left out."""
     if not entry.present:
         return {}
     return {
         name: item.text() if isinstance(item.value, str) else Entry(_json(item), item.source).text()
         for name, item in entry.named()
+        if item.present
     }
 
 

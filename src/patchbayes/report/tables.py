@@ -124,7 +124,10 @@ def _summary_notes(comparison: Comparison) -> tuple[str, ...]:
     if several:
         notes.append("± is the 95 % t interval of the mean over seeds, all on the same examples.")
     if single:
-        notes.append("[low, high] is the 95 % bootstrap interval over test examples of a single run.")
+        notes.append(
+            "[low, high] is the 95 % bootstrap interval over test examples of a single run; it does not say how another seed "
+            "would do."
+        )
     if len(comparison.groups) > 1:
         notes.append(
             "Bold marks a value that is better beyond chance than every row of the other methods: by the differences seed "

@@ -250,7 +250,7 @@ class _Trainer:
         }
         if config.learn_precision:
             assert isinstance(self.loss.likelihood, Gaussian)
-            row["output_precision"] = float(self.loss.likelihood.precision)
+            row["output_precision"] = float(self.loss.likelihood.precision.detach())
         score = "held_out_rmse" if "held_out_rmse" in row else "held_out_nll"
         row["best"] = score not in row or all(row[score] < before[score] for before in progress.rows)
         return row
