@@ -21,9 +21,11 @@ lint: $(VENV)/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(VENV)/installed
+bench: $(VENV)/installed $(VENV)/bench
 	$(BIN)/python benchmarks/training_overhead.py
 	$(BIN)/python benchmarks/import_time.py
+	$(BIN)/python benchmarks/prediction.py
+	$(BIN)/python benchmarks/prediction.py --early-stopping
 
 # torch is installed before the project, so that pip never looks for another build of it.
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -34,6 +36,10 @@ $(VENV)/installed: pyproject.toml constraints.txt
 
 $(VENV)/zoo: $(VENV)/installed
 	$(PIP) --editable ".[zoo]"
+	touch $@
+
+$(VENV)/bench: $(VENV)/installed
+	$(PIP) --editable ".[bench]"
 	touch $@
 
 clean:

@@ -4,6 +4,7 @@ import base64
 import copy
 import io
 import math
+import re
 from functools import cache
 
 import numpy as np
@@ -464,9 +465,8 @@ def test_a_broken_record_is_refused_with_file_and_key(key):
     with pytest.raises(PatchbayesError) as error:
         read_run(record, history, 1)
     text = str(error.value)
-    assert "runs/ecmp-seed0/evaluation.json" in text
-    # A list of the wrong length may be blamed on its neighbor in the same object.
-    assert key.replace(".0", "[0]").replace(".3", "[3]").split(".")[0] in text
+    blamed = {"reliability.confidence": "reliability"}.get(key, re.sub(r"\.(\d+)", r"[\1]", key))
+    assert f"runs/ecmp-seed0/evaluation.json: {blamed}" in text
     assert "is required" in text
     assert "patchbayes evaluate" in text
 
@@ -524,10 +524,9 @@ def mutated(data, record):
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_any_value_in_the_place_of_another_is_read_or_refused_by_name(data):
-    record = mutated(data, one_run()[0])
+    refusal = None
     try:
-        run = read_run(record, [], 1)
+        read_run(mutated(data, one_run()[0]), [], 1)
     except PatchbayesError as error:
-        assert "evaluation.json" in str(error) or "record 1" in str(error)
-    else:
-        assert run.task in ("classification", "regression")
+        refusal = str(error)
+    assert refusal is None or "evaluation.json" in refusal or "record 1" in refusal

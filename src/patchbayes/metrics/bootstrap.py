@@ -84,7 +84,7 @@ def bootstrap(
     tails = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)
     low, high = torch.quantile(values, tails, interpolation="nearest").tolist()
     if statistic in _CALIBRATION:
-        low, high = min(max(2 * value**2 - high**2, 0) ** 0.5, value), max(2 * value - low, value)
+        low, high = min(max(2 * value**2 - high**2, 0) ** 0.5, value), value + float(values.median()) - low
     return Interval(value, low, high)
 
 

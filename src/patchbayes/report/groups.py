@@ -126,7 +126,7 @@ def _labels(groups: Sequence[Sequence[Run]]) -> list[str]:
             same = [i for i, other in enumerate(labels) if other == label]
             marks = [marks_of(groups[i][0]) for i in same]
             for i, own in zip(same, marks, strict=True):
-                apart = [mark for mark in own if any(mark not in other for other in marks)]
+                apart = [mark for mark in own if mark != "--set" and any(mark not in other for other in marks)]
                 labels[i] = f"{label}, {' '.join(mark.lstrip('-') for mark in apart)}" if apart else label
     return [
         label if labels.count(label) == 1 else f"{label} ({labels[: i + 1].count(label)})"
