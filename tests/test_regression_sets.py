@@ -288,6 +288,9 @@ def test_tables(result):
     assert "Which reading of the text gives which number (RMSE / LPD)" not in regression_tables.tables(
         {**result, "variants": []}
     )
+    leaders = tables["Which of the paper's four methods leads (by mean; no test)"][1]
+    assert leaders[0][0] == "yacht"
+    assert leaders[1] == ["ECMP or EMP", "1 of 1", "1 of 1"]
     means = tables["RMSE, mean and standard error over splits"]
     assert means[1][0][-1] == "4000, 20"
 
@@ -309,7 +312,7 @@ def test_the_whole_experiment_at_smoke_scale(folder, tmp_path, monkeypatch):
     assert {run["method"] for run in record["result"]["runs"]} == set(METHODS)
     assert {run["variant"] for run in record["result"]["variants"]} == set(VARIANTS)
     assert len(found.rows(record["result"])) == 80
-    assert len(found.tables(record["result"])) == 5
+    assert len(found.tables(record["result"])) == 6
     assert set(found.duration) == set(SCALES)
     again = reproduce(found, "smoke", setting, tmp_path / "records")  # from the records of the runs
     assert again["result"] == record["result"]
@@ -359,3 +362,10 @@ def test_speed_is_measured_for_every_method(folder, tmp_path, capsys):
         assert (row["rounds"], row["steps"], row["splits"]) == (2, 1, 19)
         assert all(row[f"{way}_microseconds_a_step"] > 0 for way in ("stacked", "alone", "modules"))
     assert capsys.readouterr().out.count("times over modules") == len(METHODS)
+
+
+def test_threads_and_denormals_are_as_before_after_a_run(folder, tmp_path):
+    torch.set_num_threads(2)
+    run_all(["yacht"], ["emp"], TINY, folder, tmp_path / "records")
+    assert torch.get_num_threads() == 2
+    assert torch.tensor(1e-39) * 1 > 0

@@ -409,7 +409,10 @@ def test_the_device_setting_reaches_the_engine(settings, tmp_path, monkeypatch):
     monkeypatch.setattr(accelerate, "Accelerator", noted)
     for device in ("auto", "cpu"):
         train(TrainingConfig(**settings | {"epochs": 1}, device=device), tmp_path / device)
-    assert made == [False, True]
+    assert made == [not torch.accelerator.is_available(), True]
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    train(TrainingConfig(**settings | {"epochs": 1}, device="auto"), tmp_path / "available")
+    assert made[2:] == [False]
 
 
 def test_tensorboard(settings, tmp_path):

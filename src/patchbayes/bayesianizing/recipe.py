@@ -26,9 +26,9 @@ from .spread import Spread
 #: Jitter of the trunk's sites where no held-out data can choose it; the search begins there too.
 DEFAULT_JITTER = 0.05
 #: Jitter of the output layer over that of the trunk, at the start: its noise meets one layer, the trunk's adds up over many.
-_OUTPUT_RATIO = 4.0
+_OUTPUT_RATIO = 3.0
 #: Trained components bear more spread than untrained ones, so training begins with this times the best untrained jitter.
-_TRAINING_RATIO = 1.2
+_TRAINING_RATIO = 1.5
 _MOMENTUM = 0.9
 
 
@@ -60,7 +60,7 @@ def bayesianize_(
     held_out   batches that the network was not trained on, readable several times. Without them the jitter is
                `DEFAULT_JITTER`, the spread stays as trained, and the report says so.
     method     a mixture of several components, ECMP(5) by default. Its own `jitter` is replaced by the one here.
-    jitter     relative to the root mean square of a parameter; the output layer takes four times as much. A number switches
+    jitter     relative to the root mean square of a parameter; the output layer takes three times as much. A number switches
                the choice off (held-out data are then only scored), "auto" searches.
     epochs     may be a fraction; 0 trains nothing and only chooses the jitter.
     lr         of SGD with momentum 0.9, falling to 0 along a cosine.

@@ -11,13 +11,12 @@ from ..checkpoint import save
 from ..data import Dataset, Split, read
 from ..errors import PatchbayesError
 from ..nets.named import build_net
-from ..posteriors.mixture import Mixture
+from ..patching import patched_sites
 from ..provenance import provenance
 from ..training import RunFolder, load_ordinary_
 from ..training.data_order import EpochBatches
 from ..training.data_record import data_record
 from ..training.ordinary_checkpoint import sha256_of
-from ..training.run_folder import refuse_used
 from .recipe import bayesianize_
 from .report import BayesianizeReport
 
@@ -41,20 +40,20 @@ def bayesianize_checkpoint(
     held_out      a part of the data that the checkpoint was not trained on, such as "test[:5000]"; None: none.
     options       as in `bayesianize_`. Nothing is written before all is done.
     """
-    if folder.exists():
-        refuse_used(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise PatchbayesError(f"bayesianize: {folder} is there already and not an empty folder; name a new one.")
     if not checkpoint.is_file():
         raise PatchbayesError(f"there is no file {checkpoint}.")
     reading: dict[str, Any] = {"held_out": 0.0}
     dataset = read(data, data_dir, **reading)
     if dataset.task != "classification":
         raise PatchbayesError(f"bayesianize: {data} is a regression; classification is required.")
-    kept = None if held_out is None else dataset.part(held_out)
-    if held_out is not None and held_out.startswith("train"):
+    if held_out is not None and held_out.strip().startswith(("train", "held_out")):
         raise PatchbayesError(
-            f"bayesianize: held_out={held_out!r} was trained on, and a network fits that too well to choose anything by it; "
-            'give a part of the test data, such as "test[:5000]".'
+            f"bayesianize: held_out={held_out!r} is of what the network was trained on, and it fits that too well to choose "
+            'anything by it; give a part of the test data, such as "test[:5000]".'
         )
+    kept = None if held_out is None else dataset.part(held_out)
     network = build_net(model, dataset.num_outputs, dataset.input_shape)
     load_ordinary_(network, checkpoint)
     report = bayesianize_(
@@ -64,7 +63,7 @@ def bayesianize_checkpoint(
         seed=seed,
         **options,
     )
-    method = options.get("method")
+    methods = dict.fromkeys(site.method.label for site in patched_sites(network).values())
     run = RunFolder.create(
         folder,
         {
@@ -73,7 +72,7 @@ def bayesianize_checkpoint(
             "data": data_record(dataset, None if data_dir is None else str(data_dir), **reading),
             "base": {"path": str(checkpoint.resolve()), "sha256": sha256_of(checkpoint)},
             "sites": options.get("sites", "norm+output"),
-            "method": method.label if isinstance(method, Mixture) else "ECMP(K=5)",
+            "method": ", ".join(methods),
             "seed": seed,
             "held_out": held_out,
             "command": command,

@@ -56,12 +56,14 @@ def run() -> None:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `patchbayes ... | head` ends quietly
     sys.path.insert(0, os.getcwd())  # so that package.module:function may name a file of the user's
     try:
-        application()
+        application(prog_name="patchbayes")
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
         sys.exit(130)
-    except (PatchbayesError, OSError, ImportError) as error:
+    except Exception as error:
         if _debug:
             raise
-        typer.echo(f"patchbayes: {error}", err=True)
+        known = isinstance(error, PatchbayesError | OSError | ImportError)
+        more = "" if known else f" ({type(error).__name__}; patchbayes --debug ... shows where)"
+        typer.echo(f"patchbayes: {str(error) or 'failed'}{more}", err=True)
         sys.exit(1)

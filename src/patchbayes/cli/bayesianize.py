@@ -1,9 +1,10 @@
 """patchbayes bayesianize: an ordinary trained checkpoint becomes a Bayesian network."""
 
+import re
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -28,7 +29,7 @@ def bayesianize(
             help="A part of the data that it was not trained on, such as test[:5000], to choose the jitter by."
         ),
     ] = None,
-    method: Annotated[str, typer.Option(help="ecmp or emp.")] = "ecmp",
+    method: Annotated[Literal["ecmp", "emp"], typer.Option(help="How components are drawn.")] = "ecmp",
     components: Annotated[int, typer.Option("-K", "--components", help="Components of each patched layer.")] = 5,
     sites: Annotated[str, typer.Option(help="Layers to patch.")] = "norm+output",
     jitter: Annotated[float | None, typer.Option(help="A jitter instead of the one that held-out data choose.")] = None,
@@ -39,11 +40,12 @@ def bayesianize(
     data_dir: Annotated[Path | None, typer.Option(help="Where data sets lie; else $PATCHBAYES_DATA.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Turn a trained network into a calibrated Bayesian one, without training it again.
+    """Turn a trained network into a Bayesian one.
 
-    The chosen layers get K components around the trained values; only these are trained, for about an epoch, and how far
-    they spread is chosen on held-out data. The result is a patch file a few percent of the network's size, in a run folder
-    that points to the checkpoint: keep both. Without --held-out a documented default jitter is taken, and the command says so.
+    The network itself is not trained again: the chosen layers get K components around the trained values; only these are
+    trained, for about an epoch, and how far they spread is chosen on held-out data. The result is a patch file a few percent
+    of a large network's size, in a run folder that points to the checkpoint: keep both. Without --held-out a documented
+    default jitter is taken, and the command says so.
 
     \b
     patchbayes bayesianize resnet20.safetensors runs/bayes --model cifar_resnet20 --data cifar100 --held-out "test[:5000]"
@@ -54,8 +56,6 @@ def bayesianize(
     from ..bayesianizing.run import bayesianize_checkpoint
     from ..training import build_method
 
-    if method not in ("ecmp", "emp"):
-        raise typer.BadParameter(f"--method {method}: give ecmp or emp.")
     options: dict[str, Any] = {"epochs": epochs, "sites": sites, "method": build_method(method, components=components)}
     options |= {} if lr is None else {"lr": lr}
     options |= {} if jitter is None else {"jitter": jitter}
@@ -77,4 +77,13 @@ def bayesianize(
         show_json({"folder": str(folder), **content})
         return
     show(str(report))
-    show(f"\nwritten: {folder}\nnext: patchbayes evaluate {shlex.quote(str(folder))}")
+    show(f"\nwritten: {folder}\nnext: patchbayes evaluate {shlex.join([str(folder), *_apart_from(held_out)])}")
+
+
+def _apart_from(held_out: str | None) -> list[str]:
+    """Options of `evaluate` that score what the jitter was not chosen on: after test[:500], test[500:]."""
+    if held_out is None:
+        return []
+    first, last = re.fullmatch(r"test\[:(\d+)\]", held_out), re.fullmatch(r"test\[(\d+):\]", held_out)
+    others = f"test[{first[1]}:]" if first else f"test[:{last[1]}]" if last else "PART"
+    return ["--split", others, "--temperature-on", held_out]

@@ -4,7 +4,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -20,7 +20,7 @@ _METHODS: dict[str, dict[str, Any]] = {
     "emp": {},
     "ecmp": {},
 }
-_COLUMNS = {
+_COLUMNS: dict[str, Callable[[dict[str, Any]], float]] = {
     "accuracy %": lambda r: 100 * r["metrics"]["accuracy"]["value"],
     "NLL": lambda r: r["metrics"]["nll"]["value"],
     "ECE %": lambda r: 100 * r["metrics"]["ece"]["value"],

@@ -3,7 +3,7 @@
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -35,27 +35,26 @@ def evaluate(
     corruption_examples: Annotated[int, typer.Option(help="Examples of each corruption and severity.")] = 1000,
     corruption_draws: Annotated[int, typer.Option(help="Draws under corruption.")] = 20,
     severities: Annotated[str, typer.Option(help="Severities of the corruptions.")] = "1,2,3,4,5",
-    checkpoint: Annotated[str, typer.Option(help="best or last.")] = "best",
+    checkpoint: Annotated[Literal["best", "last"], typer.Option(help="Which checkpoint of a training.")] = "best",
     data_dir: Annotated[Path | None, typer.Option(help="Where data sets lie; else $PATCHBAYES_DATA.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the records as JSON.")] = False,
 ) -> None:
-    """Score trained runs on test data and write evaluation.json into their folders.
+    """Score trained runs on test data.
 
-    Accuracy, likelihood, Brier score and calibration with bootstrap intervals; the floor that a perfectly calibrated network
-    would score by chance; temperature scaling as a reference; scores against the number of draws; accuracy against coverage;
-    diversity of the draws; inputs of another kind; corruption. Regression: RMSE, log density, CRPS, intervals.
+    A record, evaluation.json, is written into each folder: accuracy, likelihood, Brier score and calibration with bootstrap
+    intervals; the floor that a perfectly calibrated network would score by chance; temperature scaling as a reference; scores
+    against the number of draws; accuracy against coverage; diversity of the draws; inputs of another kind; corruption.
+    Regression: RMSE, log density, CRPS, intervals.
 
     \b
     patchbayes evaluate runs/vanilla runs/ecmp
     patchbayes evaluate runs/* --draws 20 --corruptions --ood fashion-mnist
-    patchbayes evaluate runs/bayes --split test[5000:] --temperature-on test[:5000]
+    patchbayes evaluate runs/bayes --split "test[5000:]" --temperature-on "test[:5000]"
     """
     from ..evaluation import Evaluating, write_evaluation
     from ..evaluation import evaluate as evaluate_runs
     from ..training import RunFolder
 
-    if checkpoint not in ("best", "last"):
-        raise typer.BadParameter(f"--checkpoint {checkpoint}: give best or last.")
     options = Evaluating(
         split=split,
         draws=draws,
@@ -90,8 +89,11 @@ def show_scores(records: list[dict[str, Any]], task: str) -> None:
     show_table(["run", "method", *(name.replace("_", " ") for name in names)], rows)
     if task == "classification":
         show(
-            "accuracies and calibration errors in %; brackets: 95 % bootstrap interval; floor: what chance alone would give"
+            "accuracies and calibration errors in %; brackets: 95 % bootstrap interval; floor: what a perfectly calibrated"
         )
+        show("network with the same confidences would score by chance")
+    else:
+        show("in the units of the target, coverage of 95 % intervals in %; brackets: 95 % bootstrap interval")
     for record in records:
         scaled, found = record.get("temperature"), record.get("corruptions")
         if scaled:

@@ -22,9 +22,10 @@ def params(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """What patching would cost: parameters, memory, effective ensemble size, for each choice of sites and K.
+    """What patching would cost, before doing it.
 
-    Nothing is trained or loaded; the memory is that of float32 weights.
+    Parameters, memory of float32 weights and effective ensemble size, for each choice of sites and K. Nothing is trained or
+    loaded. The ensemble size is the number of different networks that can be drawn.
 
     \b
     patchbayes params resnet18
@@ -33,11 +34,11 @@ def params(
     from ..nets.named import build_net
 
     network = build_net(model, outputs, parse_shape(input_shape))
-    base, rows = costs(network, sites or _CHOICES, components or [2, 5, 10])
+    base, rows = costs(network, sites, components or [2, 5, 10])
     if as_json:
         show_json({"model": model, "parameters": base, "choices": rows})
         return
-    show(f"{model}: {base:,} parameters ({_megabytes(base)})")
+    show(f"{model}: {base:,} parameters ({_memory(base)})")
     table = [
         [
             row["sites"],
@@ -45,7 +46,7 @@ def params(
             str(row["num_sites"]),
             f"{row['parameters']:,}",
             f"{row['overhead_percent']:+.3g} %",
-            _megabytes(row["parameters"]),
+            _memory(row["parameters"]),
             _count(row["log10_ensemble_size"]["emp"]),
             _count(row["log10_ensemble_size"]["ecmp"]),
         ]
@@ -54,9 +55,10 @@ def params(
     show_table(["sites", "K", "layers", "parameters", "added", "weights", "EMP networks", "ECMP networks"], table)
 
 
-def costs(network: Any, sites: list[str], components: list[int]) -> tuple[int, list[dict[str, Any]]]:
+def costs(network: Any, sites: list[str] | None, components: list[int]) -> tuple[int, list[dict[str, Any]]]:
     """The parameters of the network, and for each choice what patching would make of them (table 3).
 
+    sites: where None, the usual choices, without those that this network has no layer for.
     EMP draws one of K for each of the L layers, K^L networks; ECMP for each of their n elements, K^n.
     """
     from ..counting import overhead_percent, patched_count
@@ -65,13 +67,13 @@ def costs(network: Any, sites: list[str], components: list[int]) -> tuple[int, l
 
     base = sum(p.numel() for p in network.parameters())
     rows: list[dict[str, Any]] = []
-    for text in sites:
+    for text in sites or _CHOICES:
         try:
             modules = list(select(network, text).modules.values())
         except NothingToPatch:
-            if len(sites) == 1:
+            if sites:
                 raise
-            continue  # such a choice does not exist for this network
+            continue
         elements = sum({id(p): p.numel() for module in modules for p in module.parameters(recurse=False)}.values())
         for number in components:
             total = patched_count(network, modules, number)
@@ -99,8 +101,8 @@ def parse_shape(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
-def _megabytes(parameters: int) -> str:
-    return f"{4 * parameters / 1e6:,.1f} MB"
+def _memory(parameters: int) -> str:
+    return f"{4 * parameters / 1e6:,.1f} MB" if parameters >= 250_000 else f"{4 * parameters / 1e3:,.1f} kB"
 
 
 def _count(log10: float) -> str:

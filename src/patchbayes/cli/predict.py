@@ -1,17 +1,16 @@
 """patchbayes predict: answers for images or rows of a table, with how far to trust each."""
 
 import csv
+import itertools
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from .console import finite, show, tell
-
-_FORMATS = ("table", "jsonl", "csv")
 
 
 def predict(
@@ -30,19 +29,27 @@ def predict(
     tolerance: Annotated[
         float | None, typer.Option(help="Stop drawing for an input when its Monte-Carlo error is below this.")
     ] = None,
-    output: Annotated[str, typer.Option("--format", help="table, jsonl or csv.")] = "table",
+    output: Annotated[
+        Literal["table", "jsonl", "csv"], typer.Option("--format", help="jsonl: a JSON object on each line.")
+    ] = "table",
     batch_size: Annotated[int, typer.Option(help="Inputs predicted at a time.")] = 64,
-    which: Annotated[str, typer.Option("--checkpoint", help="best or last.")] = "best",
-    risk_on: Annotated[str, typer.Option(help="Part of the data, not trained on, that --risk is set on.")] = "held_out",
+    which: Annotated[
+        Literal["best", "last"], typer.Option("--checkpoint", help="Which checkpoint of a training.")
+    ] = "best",
+    risk_on: Annotated[
+        str | None,
+        typer.Option(help="Part of the data, not trained on, that --risk is set on; by default the held-out part."),
+    ] = None,
     data_dir: Annotated[
         Path | None, typer.Option(help="Where data sets lie (for --risk); else $PATCHBAYES_DATA.")
     ] = None,
 ) -> None:
-    """Answers for new inputs, as they come: class, probability, uncertainty, and whether to ask a human.
+    """Answer new inputs, and say how far to trust each.
 
-    Epistemic uncertainty is what the draws disagree on (mutual information), aleatoric what remains when the network is
-    known (expected entropy), both in nats; in regression they are standard deviations in the units of the target. For
-    --risk a part of the run's data is predicted first and a threshold on the probability is set from it.
+    A row for each input, as it comes: class, probability, uncertainty, and whether to ask a human. Epistemic uncertainty is
+    what the draws disagree on (mutual information), aleatoric what remains when the network is known (expected entropy),
+    both in nats; in regression they are standard deviations in the units of the target. For --risk a part of the run's data
+    is predicted first and a threshold on the probability is set from it.
 
     \b
     patchbayes predict runs/ecmp photos/ --risk 0.05
@@ -50,12 +57,12 @@ def predict(
     """
     from ..evaluation.new_inputs import NewInputs
 
-    if output not in _FORMATS:
-        raise typer.BadParameter(f"--format {output}: give one of {', '.join(_FORMATS)}.")
+    if risk is None and risk_on is not None:
+        raise typer.BadParameter("--risk-on is for --risk; give both.")
     answering = NewInputs.open(run, which, data_dir, draws=draws, tolerance=tolerance, batch_size=batch_size)
     if risk is not None:
-        tell(f"setting the threshold for a risk of {risk:g} on {risk_on} ...")
-        answering = answering.referring(risk, risk_on)
+        tell(f"setting the threshold for a risk of {risk:g} on {risk_on or 'held_out'} ...")
+        answering = answering.referring(risk, risk_on or "held_out")
         tell(answering.about_threshold)
     _write(answering.answers(files), output)
 
@@ -71,15 +78,23 @@ def _write(rows: Iterable[dict[str, Any]], output: str) -> None:
                 writer = csv.DictWriter(sys.stdout, list(row), lineterminator="\n")
                 writer.writeheader()
             writer.writerow({key: _harmless(value) for key, value in row.items()})
+            sys.stdout.flush()  # a reader of the stream sees the row now
     else:
         _write_table(iter(rows))
 
 
 def _write_table(rows: Iterator[dict[str, Any]]) -> None:
     """Columns as wide as the first rows need, so that the table can be printed while answers come."""
-    first = [row for _, row in zip(range(50), rows, strict=False)]
-    if not first:
-        return
+    first: list[dict[str, Any]] = []
+    try:
+        for row in itertools.islice(rows, 50):
+            first.append(row)
+    finally:  # rows that came before an error are shown before it
+        if first:
+            _write_lines(first, rows)
+
+
+def _write_lines(first: list[dict[str, Any]], rows: Iterator[dict[str, Any]]) -> None:
     header = list(first[0])
     widths = [max(len(key), *(len(_cell(row[key])) for row in first)) for key in header]
 
@@ -99,5 +114,14 @@ def _cell(value: Any) -> str:
 
 
 def _harmless(value: Any) -> Any:
-    """A text that a spreadsheet would run as a formula gets a quote in front."""
-    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t")) else value
+    """A text that a spreadsheet would run as a formula gets a quote in front; a number is none."""
+    formula = isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) and not _is_number(value)
+    return f"'{value}" if formula else value
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

@@ -22,7 +22,9 @@ def reproduce(
     write_docs: Annotated[bool, typer.Option("--write-docs", help="Write the summary page from the records.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON.")] = False,
 ) -> None:
-    """Run an experiment of the paper, write its record, and print the paper's numbers beside ours.
+    """Repeat an experiment of the paper.
+
+    Its record is written, and the paper's numbers are printed beside ours.
 
     \b
     patchbayes reproduce --list

@@ -1,12 +1,24 @@
 """patchbayes train: a run folder from a data set, a network and a method."""
 
+import inspect
 import json
+import shlex
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from .console import show, show_json
+
+Method = Literal["vanilla", "dropout", "emp", "ecmp", "dropconnect", "meanfield", "ensemble"]
+
+
+def _list_settings(wanted: bool) -> None:
+    if wanted:
+        from ..training import TrainingConfig
+
+        show(inspect.getdoc(TrainingConfig) or "")
+        raise typer.Exit
 
 
 def train(
@@ -23,26 +35,33 @@ def train(
             help="small_cnn, mlp, cifar_resnet20, resnet18, ..., timm:NAME, torchvision:NAME, package.module:function."
         ),
     ] = None,
-    method: Annotated[
-        str | None, typer.Option(help="vanilla, dropout, emp, ecmp, dropconnect, meanfield or ensemble.")
-    ] = None,
+    method: Annotated[Method | None, typer.Option(help="ecmp if not given; vanilla is not patched.")] = None,
     sites: Annotated[str | None, typer.Option(help="Layers to patch, such as norm+output.")] = None,
     components: Annotated[
         int | None, typer.Option("-K", "--components", help="Components of each patched layer.")
     ] = None,
     rate: Annotated[float | None, typer.Option(help="Share that dropout drops.")] = None,
     jitter: Annotated[float | None, typer.Option(help="How far apart the components start.")] = None,
-    objective: Annotated[str | None, typer.Option(help="elbo, or simplified (the paper's appendix C.1).")] = None,
-    optimizer: Annotated[str | None, typer.Option(help="sgd, adam or adamw.")] = None,
+    objective: Annotated[
+        Literal["elbo", "simplified"] | None,
+        typer.Option(help="elbo if not given; simplified: the paper's appendix C.1."),
+    ] = None,
+    optimizer: Annotated[Literal["sgd", "adam", "adamw"] | None, typer.Option(help="adam if not given.")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
     patch_lr: Annotated[float | None, typer.Option(help="Learning rate of the patched layers, if another.")] = None,
-    schedule: Annotated[str | None, typer.Option(help="cosine, constant or step.")] = None,
+    schedule: Annotated[
+        Literal["cosine", "constant", "step"] | None, typer.Option(help="Of the learning rate; cosine if not given.")
+    ] = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over the training part.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Examples in a step.")] = None,
     draws_per_step: Annotated[int | None, typer.Option(help="Draws of the network in a step.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of the start, draws, data order and augmentation.")] = None,
-    precision: Annotated[str | None, typer.Option(help="float32, or bfloat16 for mixed precision.")] = None,
-    device: Annotated[str | None, typer.Option(help="auto takes a GPU where there is one; cpu does not.")] = None,
+    precision: Annotated[
+        Literal["float32", "bfloat16"] | None, typer.Option(help="float32 if not given; bfloat16: mixed precision.")
+    ] = None,
+    device: Annotated[
+        Literal["auto", "cpu"] | None, typer.Option(help="auto, if not given, takes a GPU where there is one.")
+    ] = None,
     held_out: Annotated[
         float | None, typer.Option(help="Share of the training part kept for choosing the checkpoint.")
     ] = None,
@@ -53,14 +72,21 @@ def train(
     ] = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Any other setting of the run; see --settings."),
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Any setting of the run, by name; see --settings. May be given several times.",
+        ),
     ] = None,
-    list_settings: Annotated[bool, typer.Option("--settings", help="List all settings, and leave.")] = False,
+    list_settings: Annotated[
+        bool,
+        typer.Option("--settings", help="List all settings, and leave.", is_eager=True, callback=_list_settings),
+    ] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the last row of metrics as JSON.")] = False,
 ) -> None:
-    """Train a network, patched or not, and write everything into a run folder.
+    """Train a network, patched or not, into a run folder.
 
     The folder holds the resolved configuration, metrics by epoch (JSON lines), the last and the best checkpoint
     (safetensors), and a log. An interrupted run goes on with --resume, to the same bits. On several processes or machines:
@@ -71,12 +97,10 @@ def train(
     patchbayes train runs/emp --data cifar100 --model cifar_resnet20 --method emp -K 5 --set warmup=1
     patchbayes train runs/ecmp --resume
     """
+    from ..errors import PatchbayesError
     from ..training import RunFolder, TrainingConfig
     from ..training import train as train_network
 
-    if list_settings:
-        show(TrainingConfig.__doc__ or "")
-        return
     named = {
         "data": data, "model": model, "method": method, "sites": sites, "components": components, "rate": rate,
         "jitter": jitter, "objective": objective, "optimizer": optimizer, "lr": lr, "patch_lr": patch_lr,
@@ -86,11 +110,17 @@ def train(
     }  # fmt: skip
     chosen: dict[str, Any] = {}
     if resume:
-        chosen |= RunFolder.open(folder).config["training"]
+        begun = RunFolder.open(folder)
+        if begun.kind != "train":
+            raise PatchbayesError(f"{folder} is the run of a {begun.kind}; only a training can be resumed.")
+        chosen |= begun.config["training"]
     if config is not None:
         chosen |= _from_file(config)
     chosen |= {name: value for name, value in named.items() if value is not None}
     chosen |= dict(map(_setting, settings or []))
+    missing = [f"--{name}" for name in ("data", "model") if name not in chosen]
+    if missing:
+        raise typer.BadParameter(f"give {' and '.join(missing)}.")
     run = train_network(TrainingConfig.from_json(chosen), folder, resume=resume, quiet=quiet)
     history = run.history()
     if as_json:
@@ -100,8 +130,8 @@ def train(
     scores = ", ".join(
         f"{key.replace('_', ' ')} {value:.4g}" for key, value in last.items() if key.startswith("held_out")
     )
-    show(f"{folder}: {last.get('epoch', 0)} epochs{', ' + scores if scores else ''}")
-    show(f"next: patchbayes evaluate {folder}")
+    show(f"{folder}: after epoch {last.get('epoch', 0)}{', ' + scores if scores else ''}")
+    show(f"next: patchbayes evaluate {shlex.quote(str(folder))}")
 
 
 def _from_file(path: Path) -> dict[str, Any]:

@@ -139,18 +139,19 @@ def value_answers(
     """The predictive of a regression; `mean` and `std` (D,) bring the standardized outputs and targets to target units."""
     mean, std = mean.double(), std.double()
     means, targets = [], []
-    weights, num_draws, exact = torch.ones(1, dtype=torch.float64), 1, True
+    taken = make_draws(model, network_of(model), draws, "balanced", None) if is_patched(model) else None
+    weights = torch.ones(1, dtype=torch.float64)
     for inputs, wanted in batches:
-        if is_patched(model):
-            prediction = predict(model, inputs, draws, likelihood=likelihood, keep_draws=True)
+        if taken is not None:
+            prediction = predict(model, inputs, taken, likelihood=likelihood, keep_draws=True)
             kept, weights = prediction.draw_means, prediction.weights
-            num_draws, exact = len(prediction.draws), prediction.draws.is_exact
         else:
             kept = plain_outputs(model, inputs).unsqueeze(0)
         means.append(kept.cpu().double() * std + mean)
         targets.append(wanted.cpu().double() * std + mean)
     deviation = std * float(likelihood.precision) ** -0.5
-    return ValueAnswers(torch.cat(means, dim=1), weights, deviation, torch.cat(targets), num_draws, exact)
+    joined = torch.cat(means, dim=1)
+    return ValueAnswers(joined, weights, deviation, torch.cat(targets), len(joined), taken is None or taken.is_exact)
 
 
 def _plain_class_answers(model: nn.Module, batches: Batches) -> ClassAnswers:

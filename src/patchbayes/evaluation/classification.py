@@ -1,4 +1,4 @@
-"""What an evaluation says of a classifier: scores with intervals, calibration, coverage, diversity, examples."""
+"""What an evaluation says of a classifier: scores with intervals, calibration, coverage, examples."""
 
 import base64
 import io
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..data import Split
 from ..data.extras import optional
@@ -30,7 +30,6 @@ from ..metrics import (
     nll_per_example,
 )
 from ..metrics.calibration import bin_numbers
-from ..patching import is_patched, patched_sites
 from .answers import ClassAnswers, ScoresAtDraws
 
 _BINS = 20
@@ -127,27 +126,6 @@ def shapes_of_confidence(answers: ClassAnswers) -> dict[str, Any]:
             "wrong": torch.bincount(places[~right], minlength=_BINS).tolist(),
         },
         "coverage": {"coverage": curve.coverage.tolist(), "accuracy": curve.accuracy.tolist()},
-    }
-
-
-def diversity(model: nn.Module, answers: ClassAnswers) -> dict[str, Any] | None:
-    """How unlike the draws are: in their answers, and the components in their values. None for an unpatched network.
-
-    distance of a site: root mean square difference between components, relative to that of their mean.
-    """
-    if not is_patched(model):
-        return None
-    components = []
-    for name, site in patched_sites(model).items():
-        stored = [site.posterior.stored(parameter).detach().double() for parameter in site.posterior.names]
-        spread = sum(float((values - values.mean(0)).square().sum()) / len(values) for values in stored)
-        size = sum(float(values.mean(0).square().sum()) for values in stored)
-        if stored and any(len(values) > 1 for values in stored) and size > 0:
-            components.append({"site": name, "distance": (2 * spread / size) ** 0.5})
-    return {
-        "disagreement": float(answers.disagreement.double().mean()),
-        "mutual_information": float(answers.mutual_information.double().mean()),
-        "components": components,
     }
 
 

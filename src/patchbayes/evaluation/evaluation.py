@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,16 @@ from ..patch_report import PatchReport, number_of_parameters, report_on
 from ..patching import is_patched, patched_sites
 from ..provenance import provenance
 from ..training import RunFolder, TrainingConfig
+from ..training.run_folder import Which
 from . import classification, regression
-from .answers import ClassAnswers, class_answers, fitting_batch_size, value_answers
+from .answers import class_answers, fitting_batch_size, value_answers
+from .diversity import diversity
 from .robustness import Classifier, compared_with, corruption_scores, out_of_distribution
 
 _FILE = "evaluation.json"
 SCHEMA = 1
+# What only a classification has; null in the record of a regression.
+_OF_CLASSES = ("temperature", "draws_curve", "reliability", "histogram", "coverage", "corruptions", "examples")
 
 
 @dataclass(frozen=True)
@@ -34,10 +38,12 @@ class Evaluating:
 
     split          part of the data, such as "test" or "test[5000:]".
     draws          S; `curve` the smaller numbers of draws that are shown beside it.
-    temperature_on part of the data that a temperature is fitted on; None: the held-out part where there is one.
+    temperature_on part of the data that a temperature is fitted on, which shares no example with `split`; None: the held-out
+                   part where there is one and it is not the one that is scored.
     ood            data sets whose test inputs are of another kind.
     corruptions    evaluate under the fifteen corruptions, on `corruption_examples` examples with `corruption_draws` draws;
                    a folder in the layout of CIFAR-C or ImageNet-C instead of True takes the images from there.
+    which          the "best" checkpoint of a training, or the "last".
     replicates     of the bootstrap.
     """
 
@@ -50,7 +56,7 @@ class Evaluating:
     corruption_examples: int = 1000
     corruption_draws: int = 20
     severities: tuple[int, ...] = (1, 2, 3, 4, 5)
-    which: str = "best"
+    which: Which = "best"
     data_dir: Path | None = None
     replicates: int = 1000
     command: str | None = None
@@ -63,10 +69,13 @@ def evaluate(
     if options.draws < 1 or options.corruption_draws < 1:
         raise PatchbayesError("evaluate: at least one draw is needed.")
     subjects = [_Subject(run, options) for run in runs]
+    others = {spec: read(spec, options.data_dir, held_out=0).test for spec in options.ood}
+    if options.corruptions:
+        _check_comparable(subjects)
     records = []
     for subject in subjects:
         say(f"evaluating {subject.name}")
-        records.append(subject.record(say))
+        records.append(subject.record(others, say))
     if options.corruptions:
         _add_corruptions(subjects, records, options, say)
     return records
@@ -99,38 +108,63 @@ class _Subject:
     def __init__(self, run: RunFolder, options: Evaluating) -> None:
         self.run, self.options = run, options
         self.name = run.path.resolve().name
-        self.model = run.model("last" if options.which == "last" else "best")
+        self.model = run.model(options.which)
         self.dataset: Dataset = run.dataset(options.data_dir)
         self.split: Split = self.dataset.part(options.split)
-        self.answers: ClassAnswers | None = None
+        self.fitted_on = options.temperature_on
+        self._check()
+        if self.fitted_on is None and self.dataset.held_out is not None and not self._scores("held_out"):
+            self.fitted_on = "held_out"
 
-    def record(self, say: Callable[[str], None]) -> dict[str, Any]:
+    def record(self, others: Mapping[str, Split], say: Callable[[str], None]) -> dict[str, Any]:
         record = self._circumstances()
         if self.dataset.task == "classification":
-            return record | self._classification(say)
+            return record | self._classification(others, say)
         return record | self._regression()
+
+    def _check(self) -> None:
+        """Refuse what cannot be evaluated, before the work begins."""
+        options, name = self.options, self.name
+        if self.dataset.task == "regression":
+            refused = [key for key in ("ood", "corruptions", "temperature_on") if getattr(options, key)]
+            if refused:
+                raise PatchbayesError(f"evaluate: {name} is a regression; {refused[0]} is for classification.")
+        if options.temperature_on is not None and self._scores(options.temperature_on):
+            raise PatchbayesError(
+                f"evaluate: the temperature would be fitted on {options.temperature_on}, and some of these examples are "
+                f"scored (split {options.split}).\n  do       give parts that share nothing, such as test[:500] and test[500:]."
+            )
+        chosen_on = self.run.config.get("held_out") if self.run.kind == "bayesianize" else None
+        if chosen_on is not None and self._scores(chosen_on):
+            raise PatchbayesError(
+                f"evaluate: the jitter of {name} was chosen on {chosen_on}, and some of these examples would be scored (split "
+                f"{options.split}).\n  do       give a split without them, such as test[500:] after test[:500]."
+            )
+
+    def _scores(self, part: str) -> bool:
+        """Whether some examples of the part are among those that are scored."""
+        name, scored = _numbers(self.dataset, self.options.split)
+        other, numbers = _numbers(self.dataset, part)
+        return name == other and max(scored.start, numbers.start) < min(scored.stop, numbers.stop)
 
     @property
     def classifier(self) -> Classifier:
         data = self.dataset
         return Classifier(self.name, self.model, data.preparation, data.input_shape, data.num_outputs)
 
-    def _classification(self, say: Callable[[str], None]) -> dict[str, Any]:
+    def _classification(self, others: Mapping[str, Split], say: Callable[[str], None]) -> dict[str, Any]:
         options, data = self.options, self.dataset
         size = fitting_batch_size(options.draws, data.num_outputs)
         batches = data.batches(self.split, size)
         answers = class_answers(self.model, batches, options.draws, curve=sorted({*options.curve, options.draws}))
-        self.answers = answers
-        fitted_on = options.temperature_on or ("held_out" if data.held_out is not None else None)
         temperature = None
-        if fitted_on is not None:
-            say(f"{self.name}: fitting a temperature on {fitted_on}")
-            fitted = class_answers(self.model, data.batches(data.part(fitted_on), size), min(options.draws, 20))
-            temperature = classification.temperature_scores(answers, fitted, fitted_on, options.replicates)
+        if self.fitted_on is not None:
+            say(f"{self.name}: fitting a temperature on {self.fitted_on}")
+            fitted = class_answers(self.model, data.batches(data.part(self.fitted_on), size), min(options.draws, 20))
+            temperature = classification.temperature_scores(answers, fitted, self.fitted_on, options.replicates)
         found: list[dict[str, Any]] = []
-        for spec in options.ood:
+        for spec, other in others.items():
             say(f"{self.name}: inputs of {spec}")
-            other = read(spec, options.data_dir, held_out=0).test
             found += [
                 {"data": spec} | row
                 for row in out_of_distribution(self.classifier, answers, other, min(options.draws, 20))
@@ -142,7 +176,7 @@ class _Subject:
             "temperature": temperature,
             "draws_curve": classification.draws_curve(answers.at_draws),
             **classification.shapes_of_confidence(answers),
-            "diversity": classification.diversity(self.model, answers),
+            "diversity": diversity(self.model, answers),
             "ood": found,
             "corruptions": None,
             "examples": classification.extreme_examples(answers, self.split, data.classes),
@@ -151,10 +185,7 @@ class _Subject:
 
     def _regression(self) -> dict[str, Any]:
         options, data = self.options, self.dataset
-        refused = [name for name in ("ood", "corruptions", "temperature_on") if getattr(options, name)]
-        if refused:
-            raise PatchbayesError(f"evaluate: {self.name} is a regression; {refused[0]} is for classification.")
-        likelihood = self.run.likelihood("last" if options.which == "last" else "best")
+        likelihood = self.run.likelihood(options.which)
         assert isinstance(likelihood, Gaussian)
         mean, std = torch.tensor(data.preparation.target_mean), torch.tensor(data.preparation.target_std)
         answers = value_answers(self.model, data.batches(self.split, 256), options.draws, likelihood, mean, std)
@@ -162,6 +193,9 @@ class _Subject:
             "num_draws": answers.num_draws,
             "exact": answers.exact,
             "metrics": regression.value_scores(answers, options.replicates),
+            **dict.fromkeys(_OF_CLASSES),
+            "ood": [],
+            "diversity": diversity(self.model),
             "quantiles": regression.quantile_curve(answers),
         }
 
@@ -199,6 +233,13 @@ class _Subject:
         }
 
 
+def _numbers(dataset: Dataset, text: str) -> tuple[str, range]:
+    """A part as `Dataset.part` takes it: "test[5:]" as ("test", the numbers from 5 on)."""
+    name, _, bounds = text.strip().rstrip("]").partition("[")
+    dataset.part(text)  # refuses what is no part
+    return name, range(len(dataset.part(name)))[slice(*(int(b) if b else None for b in (bounds or ":").split(":")))]
+
+
 def _what_was_patched(model: nn.Module) -> PatchReport | None:
     if not is_patched(model):
         return None
@@ -226,16 +267,20 @@ def method_label(model: nn.Module) -> str:
     return ", ".join(dict.fromkeys(site.method.label for site in patched_sites(model).values()))
 
 
+def _check_comparable(subjects: Sequence[_Subject]) -> None:
+    names = {subject.dataset.name for subject in subjects}
+    if len(names) > 1:
+        raise PatchbayesError(f"evaluate: runs on {' and '.join(sorted(names))} cannot be compared under corruption.")
+    for subject in subjects:
+        if len(subject.dataset.input_shape) != 3:
+            raise PatchbayesError(f"evaluate: corruptions are for images; {subject.dataset.name} is a table.")
+
+
 def _add_corruptions(
     subjects: Sequence[_Subject], records: list[dict[str, Any]], options: Evaluating, say: Callable[[str], None]
 ) -> None:
     """Corrupt the images once, show them to all networks of the same data, and compare with the reference."""
-    names = {subject.dataset.name for subject in subjects}
-    if len(names) > 1:
-        raise PatchbayesError(f"evaluate: runs on {' and '.join(sorted(names))} cannot be compared under corruption.")
     first = subjects[0]
-    if len(first.dataset.input_shape) != 3:
-        raise PatchbayesError(f"evaluate: corruptions are for images; {first.dataset.name} is a table.")
     split = first.split.subset(torch.arange(min(options.corruption_examples, len(first.split))))
     folder = options.corruptions if isinstance(options.corruptions, Path) else None
 

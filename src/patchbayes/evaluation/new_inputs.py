@@ -38,13 +38,18 @@ class NewInputs:
 
     @classmethod
     def open(
-        cls, folder: Path, which: str, data_dir: Path | None, *, draws: int, tolerance: float | None, batch_size: int
+        cls, folder: Path, which: Which, data_dir: Path | None, *, draws: int, tolerance: float | None, batch_size: int
     ) -> "NewInputs":
-        if batch_size < 1 or draws < 1:
-            raise PatchbayesError(f"predict: draws={draws} and batch_size={batch_size} must be at least 1.")
+        for name, value in (("draws", draws), ("batch_size", batch_size)):
+            if value < 1:
+                raise PatchbayesError(f"predict: {name}={value}; at least 1 is required.")
         run = RunFolder.open(folder)
-        chosen: Which = "last" if which == "last" else "best"
-        return cls(run.model(chosen), run, data_dir, run.likelihood(chosen), draws, tolerance, batch_size)
+        model = run.model(which)
+        if tolerance is not None and not is_patched(model):
+            raise PatchbayesError(
+                f"predict: {folder} is not patched and answers once; a tolerance is for a network that draws."
+            )
+        return cls(model, run, data_dir, run.likelihood(which), draws, tolerance, batch_size)
 
     @property
     def data(self) -> Mapping[str, Any]:
@@ -60,7 +65,17 @@ class NewInputs:
         """The same with a threshold set on a part that was not trained on; `metrics.threshold_at_risk` says what it keeps."""
         if self.data["task"] != "classification":
             raise PatchbayesError("predict: a risk is for classification; a regression gives deviations instead.")
+        if part.strip().startswith("train"):
+            raise PatchbayesError(
+                f"predict: the network was trained on {part}, and errs less there than on new inputs; set the risk on a part "
+                "that it has not seen, such as test[:500]."
+            )
         dataset = self.run.dataset(self.data_dir)
+        if part == "held_out" and dataset.held_out is None:
+            raise PatchbayesError(
+                f"predict: {self.run.path} held no examples out to set a risk on; name a part that it was not trained on, such "
+                "as --risk-on test[:500]."
+            )
         size = fitting_batch_size(self.draws, dataset.num_outputs)
         found = class_answers(self.model, dataset.batches(dataset.part(part), size), self.draws)
         confidence, named = found.log_probs.max(1)

@@ -30,7 +30,7 @@ def run(scale: Scale, setting: Setting) -> dict[str, Any]:
         "15 years before the paper": (years >= _FIRST) & (years < _LAST),
         "all years": torch.ones_like(years, dtype=torch.bool),
     }
-    fits = {}
+    fits: dict[str, dict[str, Any]] = {}
     for name, chosen in windows.items():
         setting.say(f"fitting {int(chosen.sum())} cards, {name}")
         fits[name] = {

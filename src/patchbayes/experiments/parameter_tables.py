@@ -52,8 +52,8 @@ def run(scale: Scale, setting: Setting) -> dict[str, Any]:
     layers, hidden = _MLP_SIZES[scale]
     formulas = {
         method: {
-            "parameters": mlp_count(method, 100, 100, _COMPONENTS),  # type: ignore[arg-type]
-            "log10_ensemble_size": mlp_log10_ensemble_size(method, 100, 100, _COMPONENTS),  # type: ignore[arg-type]
+            "parameters": mlp_count(method, 100, 100, _COMPONENTS),
+            "log10_ensemble_size": mlp_log10_ensemble_size(method, 100, 100, _COMPONENTS),
         }
         for method in ("emp", "ecmp", "dropout", "dropconnect", "ensemble")
     }
@@ -117,7 +117,7 @@ def _dropout_masks(rows: int, columns: int) -> list[list[list[int]]]:
     model = nn.Sequential(nn.Linear(columns, rows, bias=False))
     patch_(model, Dropout(0.5), "linear")
     with torch.no_grad():
-        model[0].weight.fill_(0.5)  # what is kept is doubled
+        next(model.parameters()).fill_(0.5)  # what is kept is doubled
         seen = []
         for draw in Draws.sample(model, 3):
             columns_kept = [forward_draws(model, _unit(i, columns), draw)[0, 0] for i in range(columns)]

@@ -86,8 +86,8 @@ def draw_functions(method: Mixture, x: Tensor, number: int, seed: int) -> Tensor
     with torch.no_grad():
         for site in patched_sites(model).values():
             _fill_(site.components("weight"), 5.0, generator)
-            bias = site.module.bias if method.zero else site.components("bias")
-            _fill_(bias, 20.0, generator)
+            shared = next(p for name, p in site.module.named_parameters() if name == "bias") if method.zero else None
+            _fill_(site.components("bias") if shared is None else shared, 20.0, generator)
         return forward_draws(model, x, Draws.sample(model, number, generator)).squeeze(-1)
 
 

@@ -10,6 +10,8 @@ _FILES = {
     "parameters": "parameter_tables",
     "prior": "prior_functions",
     "gpu-memory": "gpu_memory",
+    "cifar100": "cifar100",
+    "imagenet": "imagenet",
 }
 
 

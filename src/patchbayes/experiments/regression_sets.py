@@ -7,12 +7,13 @@ All splits of a set train together (`stacked_training.py`).
 """
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -175,7 +176,8 @@ def run_all(
     variant: str = "",
 ) -> list[Path]:
     """Run what has no record in `folder` yet, one record each; the paths of all records, old and new."""
-    origin = provenance() | {"source": _source_digest()}  # of the code that runs, whatever is committed meanwhile
+    with small_arithmetic():
+        origin = provenance() | {"source": _source_digest()}  # of the code that runs, whatever is committed meanwhile
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for set_name in sets:
@@ -188,7 +190,8 @@ def run_all(
                 _check_same_config(path, config_of(set_name, method, protocol))
                 say(f"{set_name} {method}: {path.name} is there")
             else:
-                result = run(set_name, method, protocol, data_dir)
+                with small_arithmetic():
+                    result = run(set_name, method, protocol, data_dir)
                 name = {"variant": variant} if variant else {}
                 record = {"experiment": "regression", **name, **origin, "date": provenance()["date"], **result}
                 write_atomically(path, (json.dumps(record, indent=1) + "\n").encode())
@@ -199,6 +202,19 @@ def run_all(
                 )
             paths.append(path)
     return paths
+
+
+@contextlib.contextmanager
+def small_arithmetic() -> Iterator[None]:
+    """One thread, the fastest for networks of this size, and denormal numbers flushed: weight decay makes many of them."""
+    threads, flushed = torch.get_num_threads(), bool(torch.tensor(1e-39) * 1 == 0)
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_flush_denormal(flushed)
 
 
 def _check_same_config(path: Path, config: dict[str, Any]) -> None:
@@ -235,10 +251,8 @@ def main(words: Sequence[str] | None = None) -> None:
     if given.data_dir is None:
         parser.error("give --data-dir, or set PATCHBAYES_DATA, to the folder that holds uci/")
     protocol, sets = plan(given.scale)
-    if given.epochs:
+    if given.epochs is not None:
         protocol = replace(protocol, recipe={**protocol.recipe, "epochs": given.epochs})
-    torch.set_flush_denormal(True)
-    torch.set_num_threads(1)
     run_all(given.sets or sets, given.methods, protocol, Path(given.data_dir), given.out, say_with_time)
 
 

@@ -26,7 +26,7 @@ from ..nets import mlp
 from ..patching import patch_
 from ..posteriors import ECMP, EMP, Dropout
 from ..provenance import provenance
-from .regression_sets import METHODS, Protocol, recipe_of
+from .regression_sets import METHODS, PAPER, recipe_of, small_arithmetic
 from .regression_splits import SETS, StackedSplits, read_splits
 from .stacked_training import Recipe, StackedNetworks, draw_steps, train_
 
@@ -34,7 +34,7 @@ from .stacked_training import Recipe, StackedNetworks, draw_steps, train_
 def measure(set_name: str, method: str, data_dir: Path, rounds: int) -> dict[str, Any]:
     """Microseconds of processor time a step, and how many times longer all splits take one at a time."""
     data = read_splits(set_name, data_dir, range(SETS[set_name].splits))[0]
-    recipe = dataclasses.replace(recipe_of(set_name, method, Protocol()), epochs=1)
+    recipe = dataclasses.replace(recipe_of(set_name, method, PAPER), epochs=1)
     splits = len(data.numbers)
     ways = {
         "stacked": _stacked(recipe, data, splits),
@@ -96,14 +96,13 @@ def main(words: Sequence[str] | None = None) -> None:
     given = parser.parse_args(words)
     if given.data_dir is None:
         parser.error("give --data-dir, or set PATCHBAYES_DATA, to the folder that holds uci/")
-    torch.set_flush_denormal(True)
-    torch.set_num_threads(1)
     rows = []
-    for set_name, method in itertools.product(given.sets, given.methods):
-        rows.append(measure(set_name, method, Path(given.data_dir), given.rounds))
-        over = [rows[-1][f"speed_up_over_{name}"]["median"] for name in ("alone", "modules")]
-        print(f"{set_name} {method}: {over[0]:.1f} times over alone, {over[1]:.0f} times over modules", flush=True)
-    record = {"experiment": "regression-speed", **provenance(), "load": os.getloadavg(), "rows": rows}
+    with small_arithmetic():
+        for set_name, method in itertools.product(given.sets, given.methods):
+            rows.append(measure(set_name, method, Path(given.data_dir), given.rounds))
+            over = [rows[-1][f"speed_up_over_{name}"]["median"] for name in ("alone", "modules")]
+            print(f"{set_name} {method}: {over[0]:.1f} times over alone, {over[1]:.0f} times over modules", flush=True)
+        record = {"experiment": "regression-speed", **provenance(), "load": os.getloadavg(), "rows": rows}
     given.out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(given.out, (json.dumps(record, indent=1) + "\n").encode())
 

@@ -13,8 +13,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from .regression_sets import METHODS, PAPER, Protocol, run_all, say_with_time
 from .regression_splits import SETS
 
@@ -76,8 +74,6 @@ def main(words: Sequence[str] | None = None) -> None:
     given = parser.parse_args(words)
     if given.data_dir is None:
         parser.error("give --data-dir, or set PATCHBAYES_DATA, to the folder that holds uci/")
-    torch.set_flush_denormal(True)
-    torch.set_num_threads(1)
     run_variants(given.sets, given.variants, PAPER, Path(given.data_dir), given.out, say_with_time)
 
 

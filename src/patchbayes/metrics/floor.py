@@ -19,7 +19,7 @@ from .calibration import (
 from .checks import check_count, check_examples, check_range
 from .ranking import Ranking
 
-_SIMULATED = 2**21  # labels held at a time
+_SIMULATED = 2**20  # labels held at a time
 
 
 @dataclass(frozen=True)

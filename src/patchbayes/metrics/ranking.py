@@ -20,7 +20,8 @@ class Ranking:
 
         counts (R, B): how often each example comes, values (R, B) or (1, B).
         """
-        number, sums = counts[:, self.order], (counts * values)[:, self.order]
+        number = counts[:, self.order]
+        sums = number * values[:, self.order]
         groups = int(self.group[-1]) + 1
         if groups < len(self.group):
             number, sums = (v.new_zeros(len(v), groups).index_add(1, self.group, v) for v in (number, sums))

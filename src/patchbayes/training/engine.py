@@ -37,7 +37,8 @@ def engine(config: TrainingConfig) -> Iterator["Accelerator"]:
     with _processor_settings(config.threads):
         try:
             accelerator = Accelerator(
-                cpu=config.device == "cpu",
+                # Where there is nothing else, it must be told so: several processes would not find each other.
+                cpu=config.device == "cpu" or not torch.accelerator.is_available(),
                 mixed_precision="bf16" if config.precision == "bfloat16" else "no",
                 kwargs_handlers=[InitProcessGroupKwargs(timeout=_PATIENCE)],
             )

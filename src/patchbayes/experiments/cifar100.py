@@ -1,0 +1,118 @@
+"""Table 6, figure 5, tables 9-11 and figure 6: CIFAR-100, all methods, and how they depend on the number of draws.
+
+Paper scale is PyramidNet (depth 110, alpha 270), 400 epochs, batch 256, Adam at its defaults, the simplified loss with
+lambda = 0.001 / 256, K = 5 independent components, S = 200. Small scale trains `small_cnn`, a convolutional network of 80
+thousand parameters, for a few epochs with all methods alike; smoke takes scikit-learn's digits.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from .experiment import Experiment, Row, Scale, Setting, Table, as_text, paper_table
+from .image_study import Study, calibration_figure, comparison_rows, run_study, score_table
+from .seed_statistics import mean_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_METHODS = ("emp_bn_output", "ecmp_bn_output", "dropout", "vanilla")
+_STUDIES: Mapping[Scale, Study] = {
+    "smoke": Study(
+        "digits", "small_cnn", _METHODS, 2, {"epochs": 2, "batch_size": 64, "objective": "simplified", "threads": 1},
+        draws=20, curve=(1, 5, 20),
+    ),
+    "small": Study(
+        "cifar100", "small_cnn", _METHODS, 3,
+        {"epochs": 8, "batch_size": 128, "objective": "simplified", "lr": 0.002, "held_out": 0.0, "threads": 1, "report_epochs": 8},
+        note="small_cnn instead of PyramidNet, 8 epochs instead of 400",
+    ),
+    "paper": Study(
+        "cifar100", "pyramidnet110", _METHODS, 1,
+        {"epochs": 400, "batch_size": 256, "objective": "simplified", "schedule": "constant", "held_out": 0.0},
+        each={label: {"init": "independent"} for label in ("emp_bn_output", "ecmp_bn_output")},
+    ),
+}  # fmt: skip
+
+
+def run(scale: Scale, setting: Setting) -> dict[str, Any]:
+    return run_study(_STUDIES[scale], setting, f"cifar100-{scale}") | {"scale": scale}
+
+
+def rows(result: dict[str, Any]) -> list[Row]:
+    """Table 6 number by number, and tables 9-11 at the numbers of draws that both have."""
+    same = result["scale"] == "paper"
+    made = comparison_rows(result, paper_table("cifar100_pyramidnet"), same)
+    why = "" if same else f"another scale: {result['note'] or result['data']}"
+    for line in paper_table("mc_draws"):
+        label = line["method"] if line["method"] in result["methods"] else f"{line['method']}_bn_output"
+        for column, name in (("cifar100_top1", "accuracy"), ("cifar100_ece", "ece")):
+            ours = _at_draws(result["methods"].get(label, []), line["draws"], name)
+            if ours is not None:
+                what = f"{label}, S = {line['draws']}, {column.removeprefix('cifar100_')} %"
+                made.append(Row(what, float(line[column]), ours, 1.0 if same else None, why))
+    return made
+
+
+def _at_draws(records: list[dict[str, Any]], draws: str, name: str) -> float | None:
+    found = []
+    for record in records:
+        curve = record["draws_curve"]
+        if curve is not None and draws and int(draws) in curve["draws"]:
+            found.append(100 * curve[name]["value"][curve["draws"].index(int(draws))])
+    return mean_of(found)
+
+
+def tables(result: dict[str, Any]) -> dict[str, Table]:
+    header = ["method", "S", "top-1 %", "ECE %", "NLL"]
+    lines = []
+    for label, records in result["methods"].items():
+        curve = records[0]["draws_curve"]
+        for place, draws in enumerate(curve["draws"] if curve else []):
+            cells = []
+            for name, scale in (("accuracy", 100), ("ece", 100), ("nll", 1)):
+                value = mean_of([scale * record["draws_curve"][name]["value"][place] for record in records])
+                error = mean_of(
+                    [_scaled(record["draws_curve"][name]["standard_error"][place], scale) for record in records]
+                )
+                cells.append(f"{as_text(value)} ± {as_text(error, 2)}")
+            lines.append([label, str(draws), *cells])
+    seeds = f"{result['model']} on {result['data']}, {result['num_examples']:,} test images, {result['seeds']} seeds"
+    return {
+        f"All methods at equal epochs: {seeds}; mean and 95 % interval": score_table(result),
+        "Draws in testing: mean over seeds, and the Monte-Carlo standard error of one network": (header, lines),
+    }
+
+
+def _scaled(value: float | None, scale: float) -> float | None:
+    return None if value is None else scale * value
+
+
+def figures(result: dict[str, Any]) -> "dict[str, Figure]":
+    """Figure 5, the calibration curves; figure 6, accuracy and ECE against the number of draws."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 3), layout="constrained")
+    for axes, (name, label) in zip(figure.subplots(1, 2), (("accuracy", "top-1 %"), ("ece", "ECE %")), strict=True):
+        for method, records in result["methods"].items():
+            curve = records[0]["draws_curve"]
+            if curve is None:
+                continue
+            values = [
+                mean_of([100 * r["draws_curve"][name]["value"][i] for r in records]) for i in range(len(curve["draws"]))
+            ]
+            axes.plot(curve["draws"], values, marker="o", markersize=3, label=method)
+        axes.set(xscale="log", xlabel="draws S", ylabel=label)
+        axes.legend(fontsize="small")
+    return {"cifar100_calibration": calibration_figure(result), "cifar100_draws": figure}
+
+
+EXPERIMENT = Experiment(
+    name="cifar100",
+    title="CIFAR-100 and the number of draws",
+    items=("table 6", "figure 5", "tables 9-11", "figure 6"),
+    duration={"smoke": "20 s", "small": "an hour on one core", "paper": "GPU-days"},
+    run=run,
+    rows=rows,
+    tables=tables,
+    figures=figures,
+)

@@ -1,0 +1,197 @@
+"""What the experiments on images share: train every method with every seed, evaluate it, keep what the tables need.
+
+Runs are folders of the working directory: an interrupted study goes on where it was, and several tables and figures come from
+the same runs.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..evaluation import Evaluating, evaluate
+from ..evaluation.evaluation import read_evaluation, write_evaluation
+from ..training import RunFolder, TrainingConfig, train
+from .experiment import Row, Setting, Table, as_text
+from .seed_statistics import interval_text, mean_of, paired_verdict
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+#: Methods of the paper's image experiments: label -> settings of the training (section 5, appendix D).
+METHODS: dict[str, dict[str, Any]] = {
+    "emp_bn_output": {"method": "emp", "sites": "norm+output"},
+    "emp_bn": {"method": "emp", "sites": "norm"},
+    "ecmp_bn_output": {"method": "ecmp", "sites": "norm+output"},
+    "ecmp_bn": {"method": "ecmp", "sites": "norm"},
+    "dropout": {"method": "dropout", "rate": 0.005},
+    "vanilla": {"method": "vanilla"},
+}
+
+
+@dataclass(frozen=True)
+class Study:
+    """Networks to train and how to look at them."""
+
+    data: str
+    model: str
+    methods: Sequence[str]
+    seeds: int
+    training: Mapping[str, Any]
+    draws: int = 200
+    curve: tuple[int, ...] = (1, 20, 100, 200)
+    split: str = "test"
+    corruptions: bool | Path = False
+    corruption_examples: int = 1000
+    corruption_draws: int = 100
+    note: str = ""
+    each: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+def run_study(study: Study, setting: Setting, name: str) -> dict[str, Any]:
+    """The evaluations that the tables need, by method and seed."""
+    assert setting.work_dir is not None
+    folders = {
+        (label, seed): setting.work_dir / name / f"{label}-{seed}"
+        for seed in range(study.seeds)
+        for label in study.methods
+    }
+    for (label, seed), folder in folders.items():
+        setting.say(f"training {label}, seed {seed}")
+        settings = {**study.training, **METHODS[label], **study.each.get(label, {})}
+        config = TrainingConfig(
+            data=study.data,
+            data_dir=None if setting.data_dir is None else str(setting.data_dir),
+            model=study.model,
+            seed=seed,
+            **settings,
+        )
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        train(config, folder, resume=(folder / "config.json").exists(), quiet=True)
+    records = _evaluated(study, setting, list(folders.values()))
+    found: dict[str, list[dict[str, Any]]] = {label: [] for label in study.methods}
+    for (label, _), record in zip(folders, records, strict=True):
+        found[label].append(_kept(record))
+    return {
+        "data": study.data,
+        "model": study.model,
+        "split": study.split,
+        "seeds": study.seeds,
+        "draws": study.draws,
+        "training": dict(study.training),
+        "note": study.note,
+        "num_examples": records[0]["num_examples"],
+        "methods": found,
+    }
+
+
+def _evaluated(study: Study, setting: Setting, folders: Sequence[Path]) -> list[dict[str, Any]]:
+    runs = [RunFolder.open(folder) for folder in folders]
+    done = [folder for folder in folders if (folder / "evaluation.json").exists()]
+    if len(done) == len(folders):
+        return [read_evaluation(folder) for folder in folders]
+    options = Evaluating(
+        split=study.split,
+        draws=study.draws,
+        curve=study.curve,
+        corruptions=study.corruptions,
+        corruption_examples=study.corruption_examples,
+        corruption_draws=study.corruption_draws,
+        which="last",  # the paper evaluates what training ends with
+        data_dir=setting.data_dir,
+        replicates=200,
+    )
+    records = evaluate(runs, options, setting.say)
+    for folder, record in zip(folders, records, strict=True):
+        write_evaluation(folder, record)
+    return records
+
+
+def _kept(record: Mapping[str, Any]) -> dict[str, Any]:
+    """What the tables and figures of the paper are made of; pictures and commands stay in the run folder."""
+    names = ("seed", "method", "parameters", "metrics", "draws_curve", "reliability", "corruptions", "temperature")
+    return {name: record.get(name) for name in (*names, "training_seconds")}
+
+
+PERCENT = {"top1": "accuracy", "top5": "top5_accuracy", "ece": "ece", "mce": "mce"}
+
+
+def value_of(record: Mapping[str, Any], column: str) -> float | None:
+    """A column of the paper's tables, in percent."""
+    entry = record["metrics"].get(PERCENT[column])
+    return None if entry is None or entry["value"] is None else 100 * entry["value"]
+
+
+def comparison_rows(result: Mapping[str, Any], published: Sequence[Mapping[str, str]], same_scale: bool) -> list[Row]:
+    """The paper's table beside ours. At paper scale within means one point; at another scale nothing can be compared."""
+    why = "" if same_scale else f"another scale: {result['model']}, {result['training'].get('epochs')} epochs"
+    made = []
+    for line in published:
+        label = line["method"] if line["method"] in result["methods"] else f"{line['method']}_bn_output"
+        records = result["methods"].get(label)
+        if not records:
+            continue
+        for column in PERCENT:
+            ours = mean_of([value_of(record, column) for record in records])
+            made.append(Row(f"{label}, {column} %", float(line[column]), ours, 1.0 if same_scale else None, why))
+    return made
+
+
+def score_table(result: Mapping[str, Any]) -> Table:
+    """Accuracy, likelihood and calibration by method: mean and 95 % interval over seeds; the paired verdict on the NLL."""
+    header = [
+        "method",
+        "parameters",
+        "top-1 %",
+        "top-5 %",
+        "NLL",
+        "ECE %",
+        "floor %",
+        "MCE %",
+        "NLL against vanilla",
+        "training s",
+    ]
+    lines = []
+    plain = result["methods"].get("vanilla")
+    for label, records in result["methods"].items():
+        nll = [record["metrics"]["nll"]["value"] for record in records]
+        floor = mean_of([100 * record["metrics"]["ece"]["floor"] for record in records])
+        reference = None if plain is None else [record["metrics"]["nll"]["value"] for record in plain]
+        lines.append(
+            [
+                label,
+                f"{records[0]['parameters']['patched']:,}",
+                *(interval_text([value_of(record, column) for record in records]) for column in ("top1", "top5")),
+                interval_text(nll, 4),
+                interval_text([value_of(record, "ece") for record in records]),
+                as_text(floor, 3),
+                interval_text([value_of(record, "mce") for record in records]),
+                "-" if label == "vanilla" or reference is None else paired_verdict(nll, reference),
+                interval_text([record["training_seconds"] for record in records], 3),
+            ]
+        )
+    return header, lines
+
+
+def calibration_figure(result: Mapping[str, Any]) -> "Figure":
+    """Accuracy against confidence, the examples of all seeds pooled (figures 4, 5 and 7)."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.5, 4.2), layout="constrained")
+    axes = figure.subplots()
+    axes.plot([0, 1], [0, 1], color="tab:gray", linewidth=1, linestyle=":")
+    for label, records in result["methods"].items():
+        points = zip(*(_bins(record) for record in records), strict=True)
+        sums = [tuple(map(sum, zip(*bins, strict=True))) for bins in points]
+        kept = [(confidence / count, right / count) for count, confidence, right in sums if count > 5]
+        axes.plot([x for x, _ in kept], [y for _, y in kept], marker="o", markersize=3, label=label)
+    axes.set(xlabel="confidence", ylabel="accuracy", xlim=(0, 1), ylim=(0, 1), aspect="equal")
+    axes.legend(fontsize="small")
+    return figure
+
+
+def _bins(record: Mapping[str, Any]) -> list[tuple[float, float, float]]:
+    """Number of examples, sum of confidences, number of right ones of each bin."""
+    found = record["reliability"]
+    values = zip(found["count"], found["confidence"], found["accuracy"], strict=True)
+    return [(n, n * (confidence or 0.0), n * (accuracy or 0.0)) for n, confidence, accuracy in values]
