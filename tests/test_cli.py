@@ -46,7 +46,7 @@ def test_help_of_the_whole_says_in_full_what_each_command_does():
         assert line.split(maxsplit=1)[1] == COMMANDS[name].__doc__.splitlines()[0]  # not cut off by dots
     assert "--install-completion" in out
     assert "--show-completion" in out
-    assert command("", code=2).out == out  # nothing given: help, but not success
+    assert command("", code=2).err == out  # nothing given: help, but not success
 
 
 def test_version():
@@ -108,7 +108,7 @@ def test_an_error_that_nobody_foresaw_is_one_sentence_too(own_module):
         "import torch\n\n"
         "class Broken(torch.nn.Module):\n"
         "    def __init__(self):\n        super().__init__()\n        self.linear = torch.nn.Linear(10, 1)\n"
-        "    def forward(self, x):\n        return [][1]\n\n"
+        "    def forward(self, x):\n        return [][1] if self.training else self.linear(x)\n\n"
         "def build(num_outputs, input_shape):\n    return Broken()\n"
     )
     found = command(f"train run --data diabetes --model {name}:build --method vanilla", code=1)
@@ -209,7 +209,7 @@ def test_params_says_what_is_wrong(line, code, said):
 
 def test_reproduce_prints_its_record_as_json(tmp_path):
     record = command("reproduce parameters --scale smoke --json --results", tmp_path).json
-    assert record["name"] == "parameters"
+    assert (record["experiment"], record["scale"]) == ("parameters", "smoke")
     assert "give the name of an experiment" in command("reproduce", code=2).err
     assert "give one of smoke" in command("reproduce parameters --scale huge", code=2).err
 

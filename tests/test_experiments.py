@@ -169,3 +169,25 @@ def test_the_page_is_what_the_records_say(tmp_path):
     page.write_text(page.read_text().replace("| EMP |", "| EMP! |"))
     with pytest.raises(PatchbayesError, match=r"results.md, line \d+ is not what the records say"):
         summary.verify_summary(records, docs)
+
+
+@pytest.mark.parametrize("name", ["cifar100", "imagenet"])
+def test_image_experiments_at_smoke_scale(name, tmp_path):
+    for package in ("accelerate", "PIL", "imagecorruptions"):
+        pytest.importorskip(package)
+    found = registry.experiment(name)
+    setting = Setting(work_dir=tmp_path / "work")
+    record = reproduce(found, "smoke", setting, tmp_path)
+    result = record["result"]
+    assert {row.verdict for row in found.rows(result)} == {"not comparable"}  # another network, another data set
+    assert all(summary.markdown(table) for table in found.tables(result).values())
+    assert all(summary.svg(figure) for figure in found.figures(result).values())
+    for records in result["methods"].values():
+        for one in records:
+            assert 0 < one["metrics"]["accuracy"]["value"] <= 1
+            assert (one["draws_curve"] is None) == (one["method"] == "vanilla")
+    if name == "imagenet":
+        assert result["methods"]["vanilla"][0]["corruptions"]["mce"] == pytest.approx(100)
+    began = (tmp_path / "work" / f"{name}-smoke" / "vanilla-0" / "metrics.jsonl").stat().st_mtime_ns
+    assert reproduce(found, "smoke", setting, tmp_path)["result"] == result  # goes on from its run folders
+    assert (tmp_path / "work" / f"{name}-smoke" / "vanilla-0" / "metrics.jsonl").stat().st_mtime_ns == began

@@ -3,6 +3,7 @@
 import copy
 import json
 import statistics
+from pathlib import Path
 
 import pytest
 import torch
@@ -369,3 +370,19 @@ def test_threads_and_denormals_are_as_before_after_a_run(folder, tmp_path):
     run_all(["yacht"], ["emp"], TINY, folder, tmp_path / "records")
     assert torch.get_num_threads() == 2
     assert torch.tensor(1e-39) * 1 > 0
+
+
+def test_committed_records_follow_the_protocol_and_their_own_splits():
+    folder = Path(__file__).resolve().parent.parent / "results" / "regression"
+    paths = [path for path in folder.rglob("*.json") if path.name != "speed.json"]
+    if not paths:
+        pytest.skip("no records beside the tests")
+    result = regression_tables.result_of(paths)
+    for path, record in zip(paths, result["runs"], strict=True):
+        name, method, variant = record["set"], record["method"], record.get("variant")
+        protocol = VARIANTS[variant].protocol(PAPER) if variant else PAPER
+        assert path.relative_to(folder).as_posix() == f"{f'variants/{variant}/' if variant else ''}{name}-{method}.json"
+        assert record["config"] == config_of(name, method, protocol), path
+        assert [row["split"] for row in record["splits"]] == list(range(SETS[name].splits)), path
+        for metric, value in record["summary"].items():
+            assert value == regression_sets.summary([row[metric] for row in record["splits"]]), path

@@ -1,5 +1,6 @@
 """Two processes (gloo on the CPU, started by torchrun): as one process to rounding, and resumed to the same bits."""
 
+import json
 import os
 import signal
 import subprocess
@@ -52,8 +53,6 @@ def launch(tmp_path, monkeypatch):
     started = []
 
     def start(config: TrainingConfig, folder: Path) -> subprocess.Popen:
-        import json
-
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0"]
         command += ["--standalone", str(tmp_path / "script.py"), json.dumps(config.to_json()), str(folder)]
         process = subprocess.Popen(
@@ -104,10 +103,11 @@ def test_two_processes_are_one_to_rounding(launch, tmp_path, settings):
             assert theirs[key] == pytest.approx(ours[key], rel=1e-3)
 
 
-@pytest.mark.parametrize("method", ["ecmp", "dropout", "ensemble"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["term", "kill"])
+@pytest.mark.parametrize(
+    ("method", "number"), [("ecmp", signal.SIGTERM), ("ensemble", signal.SIGTERM), ("dropout", signal.SIGKILL)]
+)
 def test_two_processes_resume_to_the_same_bits(launch, tmp_path, method, number):
-    chosen = config(tmp_path, method=method, epochs=40, checkpoint_steps=2)
+    chosen = config(tmp_path, method=method, epochs=25, checkpoint_steps=2)
     finish(launch(chosen, tmp_path / "whole"))
     process = launch(chosen, tmp_path / "parts")
     metrics = tmp_path / "parts" / "metrics.jsonl"
@@ -115,10 +115,10 @@ def test_two_processes_resume_to_the_same_bits(launch, tmp_path, method, number)
         time.sleep(0.005)
     if number == signal.SIGTERM:
         process.send_signal(number)
-    else:
-        os.killpg(process.pid, number)
+    else:  # the first of the two processes; torchrun then ends the other
+        os.kill(int((tmp_path / "parts" / ".lock").read_text().split()[1]), number)
     process.communicate(timeout=120)
-    assert len(metrics.read_text().splitlines()) < 40
+    assert len(metrics.read_text().splitlines()) < 25
     log = tmp_path / "parts" / "log.txt"
     assert ("interrupted in epoch" in log.read_text()) == (number == signal.SIGTERM)
     finish(launch(chosen, tmp_path / "parts"))

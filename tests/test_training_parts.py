@@ -233,7 +233,13 @@ def test_patched_parameters_have_a_group_of_their_own():
     }
     assert all(group["initial_lr"] == group["lr"] for group in groups.values())
     assert {group["weight_decay"] for group in groups.values()} == {0.0}
-    assert {group["lr"] for group in optimizer_of(lr=0.2)[1].values()} == {0.2}
+    assert {group["lr"] for group in optimizer_of(lr=0.2, optimizer="sgd")[1].values()} == {0.2}
+    assert {group["lr"] for group in optimizer_of(lr=0.2, per_example=True)[1].values()} == {0.2}
+    seldom = optimizer_of(lr=0.2, components=3)[1]  # each component is drawn once in three steps
+    assert {name: round(group["lr"], 12) for name, group in seldom.items() if "weights" in name} == {
+        "patched_weights": 0.6,
+        "shared_weights": 0.2,
+    }
 
 
 def test_nothing_is_decayed_twice():

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from ..data import Augmentation, Task
 from ..errors import PatchbayesError
-from ..posteriors import Method
+from ..posteriors import Method, Mixture
 from ..posteriors.mixture import Init
 from .methods import build_method, default_sites
 
@@ -48,7 +48,9 @@ class TrainingConfig:
 
     Optimizer
     optimizer      "sgd", "adam" or "adamw".
-    lr             0.1 for sgd, 0.001 for the others, if not given. patch_lr: of patched parameters, if another.
+    lr             0.1 for sgd, 0.001 for the others, if not given.
+    patch_lr       of patched parameters. If not given: lr; K lr for emp and ecmp with adam or adamw, since each component is
+                   drawn once in K steps (with the plain lr the patches lag behind the rest, and predictions are too flat).
     momentum, nesterov   for sgd; 0.9 if not given.
     schedule       of the learning rates: "cosine" (to 0), "constant" or "step" (times `step_factor`, 0.1 if not given, at
                    each of `milestones`, shares of the run, 0.5 and 0.75 if not given).
@@ -148,6 +150,15 @@ class TrainingConfig:
     def chosen_lr(self) -> float:
         """The learning rate of shared parameters, before the schedule."""
         return self.lr if self.lr is not None else (0.1 if self.optimizer == "sgd" else 1e-3)
+
+    @property
+    def chosen_patch_lr(self) -> float:
+        """The learning rate of patched parameters, before the schedule."""
+        if self.patch_lr is not None:
+            return self.patch_lr
+        method = self.build_method()
+        seldom = self.method in ("emp", "ecmp") and self.optimizer != "sgd" and not self.per_example
+        return self.chosen_lr * (method.components if seldom and isinstance(method, Mixture) else 1)
 
     @property
     def chosen_weight_decay(self) -> float:

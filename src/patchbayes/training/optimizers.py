@@ -16,8 +16,8 @@ def build_optimizer(config: TrainingConfig, network: nn.Module, likelihood: Like
     """The optimizer over network and likelihood; groups are named, and "initial_lr" is their rate before the schedule."""
     groups = _groups(config, network)
     for group in groups:
-        patched = group["name"].startswith("patched") and config.patch_lr is not None
-        group["lr"] = config.patch_lr if patched else config.chosen_lr
+        patched = group["name"].startswith("patched")
+        group["lr"] = config.chosen_patch_lr if patched else config.chosen_lr
     if config.learn_precision and isinstance(likelihood, nn.Module):
         learned = list(likelihood.parameters())
         groups.append({"params": learned, "name": "output_precision", "lr": config.chosen_lr, "weight_decay": 0.0})
