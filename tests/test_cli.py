@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import command
 
 import patchbayes
+from command_line import command
 from patchbayes import ECMP, EMP, patch_
 from patchbayes.cli import application
 from patchbayes.errors import PatchbayesError

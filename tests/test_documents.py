@@ -1,7 +1,9 @@
 """The documents are right: README code runs, its tables come from records, every row of the paper map resolves."""
 
 import ast
+import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +25,47 @@ def test_readme_code_runs(block, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     exec(compile(block, "README.md", "exec"), {})
     assert (tmp_path / "patch.safetensors").exists()
+
+
+def shell_lines(block):
+    return [shlex.split(line, comments=True) for line in block.splitlines() if line.startswith("patchbayes ")]
+
+
+SHELL = [shell_lines(block) for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL)]
+
+
+def run_command(words, folder):
+    command = [sys.executable, "-m", *words]
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+
+
+def test_readme_commands_run(tmp_path):
+    for package in ("typer", "accelerate", "matplotlib", "PIL", "sklearn"):
+        pytest.importorskip(package)
+    from PIL import Image
+    from sklearn.datasets import load_digits
+
+    Image.fromarray((load_digits().images[0] * 15).astype("uint8")).save(tmp_path / "digit.png")
+    assert [words[1] for words in SHELL[0]] == ["params", "train", "train", "evaluate", "report", "predict"]
+    for words in SHELL[0]:
+        done = run_command(words, tmp_path)
+        assert done.returncode == 0, f"{shlex.join(words)}\n{done.stderr}"
+    assert (tmp_path / "report.html").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_readme_commands_for_a_checkpoint_run(tmp_path, data_dir):
+    pytest.importorskip("typer")
+    (tmp_path / "cifar100_resnet20.safetensors").symlink_to(data_dir / "pretrained" / "cifar100_resnet20.safetensors")
+    first, second = SHELL[1]
+    done = run_command([*first, "--epochs", "0"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    faster = [word.replace("test[5000:]", "test[5000:5200]").replace("test[:5000]", "test[:200]") for word in second]
+    done = run_command(faster, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "ECMP(K=5)" in done.stdout
 
 
 def test_readme_tables_come_from_the_records():

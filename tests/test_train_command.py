@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+
 from command_line import command, strict_json
 
 FILES = {"config.json", "metrics.jsonl", "log.txt", "last.safetensors", "best.safetensors"}
@@ -76,7 +77,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(table, tmp_path, monkeypatc
     """The network interrupts the training in the middle of the second epoch, as Ctrl-C does."""
     monkeypatch.chdir(tmp_path)
     Path("interrupting_net.py").write_text(
-        "from pathlib import Path\nimport torch\nfrom patchbayes.nets import MLP\n\n"
+        "from pathlib import Path\n\nimport torch\n\n"
         "class Net(torch.nn.Module):\n"
         "    def __init__(self, outputs, shape):\n"
         "        super().__init__()\n"
@@ -87,9 +88,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(table, tmp_path, monkeypatc
         "        if self.calls == 7 and Path('interrupt').exists():\n"
         "            raise KeyboardInterrupt\n"
         "        return self.output(self.norm(x))\n\n"
-        "def build(num_outputs, input_shape):\n    return Net(num_outputs, input_shape)\n".replace(
-            "from patchbayes.nets import MLP\n", ""
-        )
+        "def build(num_outputs, input_shape):\n    return Net(num_outputs, input_shape)\n"
     )
     options = [*basis(table), "--model", "interrupting_net:build", "--set", "checkpoint_steps=1"]
     command("train whole", *options)

@@ -12,6 +12,7 @@ _FILES = {
     "gpu-memory": "gpu_memory",
     "cifar100": "cifar100",
     "imagenet": "imagenet",
+    "regression": "regression_tables",
 }
 
 
