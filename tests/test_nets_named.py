@@ -47,7 +47,7 @@ def test_the_paper_s_pyramidnet_and_a_deeper_one():
     assert {"cifar_resnet56", "pyramidnet272"} <= set(NET_NAMES)
 
 
-def test_pictures_are_flattened_for_an_mlp():
+def test_images_are_flattened_for_an_mlp():
     network = build_net("mlp:9", 4, (2, 3, 5))
     assert network(torch.zeros(6, 2, 3, 5)).shape == (6, 4)
     assert network.hidden1.in_features == 30
@@ -98,8 +98,8 @@ def test_a_function_of_the_user(own_module):
         ("{own}:pair", (3,), r"give tuple; required is a tensor"),
         ("{own}:lengthwise", (3,), r"does not take inputs of the shape \(3,\)"),
         ("resnet", (3, 8, 8), "'resnet' is not known.\n  known    mlp, small_cnn"),
-        ("resnet18", (1, 28, 28), "takes pictures of 3 channels, these have 1"),
-        ("resnet18", (13,), "takes pictures .*; the inputs have the shape"),
+        ("resnet18", (1, 28, 28), "takes images of 3 channels, these have 1"),
+        ("resnet18", (13,), "takes images .*; the inputs have the shape"),
         ("mlp:", (3,), "hidden units are whole numbers"),
         ("mlp:5,x", (3,), "hidden units are whole numbers"),
         ("small_cnn", (2, 3), "the shape of one input"),

@@ -12,7 +12,9 @@ import torch
 from command_line import command, strict_json
 from patchbayes import predict
 from patchbayes.data import read
+from patchbayes.draws import network_of
 from patchbayes.metrics import threshold_at_risk
+from patchbayes.prediction.predict import make_draws
 from patchbayes.training import RunFolder
 
 
@@ -60,6 +62,13 @@ def answers(line, *words, code=0):
     return [strict_json(row) for row in found.out.splitlines()]
 
 
+def predicted(run, inputs, draws):
+    model = run.model()
+    return predict(
+        model, inputs, make_draws(model, network_of(model), draws, "balanced", None), likelihood=run.likelihood()
+    )
+
+
 def test_pictures_of_a_folder_are_answered_as_the_network_predicts(place):
     found = answers("--draws 7", place / "digits", place / "pictures")
     names = ["0.png", "1.png", "2.png", "3.jpg", "deeper/4.PNG", "large.jpg"]
@@ -67,7 +76,7 @@ def test_pictures_of_a_folder_are_answered_as_the_network_predicts(place):
     run = RunFolder.open(place / "digits")
     data = run.dataset()
     raw, _ = data.test.fetch(torch.tensor([0, 1, 2, 4]))
-    expected = predict(run.model(), data.preparation.inputs(raw), 7)
+    expected = predicted(run, data.preparation.inputs(raw), 7)
     for i, row in enumerate(row for row in found if row["input"].lower().endswith("png")):
         assert row["class"] == data.classes[int(expected.probs[i].argmax())]
         assert row["probability"] == pytest.approx(float(expected.probs[i].max()), abs=1e-5)
@@ -102,7 +111,7 @@ def test_rows_with_numbers_and_words_whatever_the_order_of_columns(place):
     run = RunFolder.open(place / "classes")
     assert run.config["data"]["features"] == ["a", "b", "color=blue", "color=red"]
     raw = torch.tensor([[1.5, 0.5, 0, 1], [0.25, -1, 1, 0], [0, 0, 0, 1]])
-    expected = predict(run.model(), run.dataset().preparation.inputs(raw), 20).probs
+    expected = predicted(run, run.dataset().preparation.inputs(raw), 20).probs
     assert [row["class"] for row in found] == [("=1+1", "=2+2")[i] for i in expected.argmax(1).tolist()]
     assert [row["probability"] for row in found] == pytest.approx(expected.amax(1).tolist(), abs=1e-5)
 
@@ -112,7 +121,7 @@ def test_a_regression_answers_in_the_units_of_the_target(place):
     run = RunFolder.open(place / "amounts")
     data = run.dataset()
     inputs = data.preparation.inputs(torch.tensor([[1.5, 0.5, 0, 1], [0.25, -1, 1, 0], [0, 0, 0, 1]]))
-    expected = predict(run.model(), inputs, 9, likelihood=run.likelihood())
+    expected = predicted(run, inputs, 9)
     (mean,), (std,) = data.preparation.target_mean, data.preparation.target_std
     assert row.keys() == {"input", "mean", "epistemic", "aleatoric", "draws"}
     assert row["mean"] == pytest.approx(float(expected.mean[0, 0]) * std + mean, rel=1e-4)
@@ -162,7 +171,7 @@ def test_answers_below_the_threshold_of_a_risk_are_referred(place):
     run = RunFolder.open(place / "digits")
     data = run.dataset()
     (inputs, targets), *_ = data.batches(data.part("test[:600]"), 600)
-    probs = predict(run.model(), inputs, 20).probs
+    probs = predicted(run, inputs, 20).probs
     confidence, named = probs.max(1)
     threshold = threshold_at_risk(confidence.clamp_max(1), named == targets, 0.1)
     found = answers("--risk 0.1 --risk-on test[:600]", place / "digits", place / "pictures")

@@ -12,6 +12,7 @@ from torch import nn
 
 from ..data import Dataset, Split, read
 from ..data.corrupted_folders import read_corrupted
+from ..data.corruptions import CORRUPTIONS
 from ..draws import network_of
 from ..errors import PatchbayesError
 from ..files import write_atomically
@@ -24,7 +25,7 @@ from ..training.run_folder import Which
 from . import classification, regression
 from .answers import class_answers, fitting_batch_size, value_answers
 from .diversity import diversity
-from .robustness import Classifier, compared_with, corruption_scores, out_of_distribution
+from .robustness import Classifier, compared_with, corruption_scores, fitted, out_of_distribution
 
 _FILE = "evaluation.json"
 SCHEMA = 1
@@ -70,8 +71,11 @@ def evaluate(
         raise PatchbayesError("evaluate: at least one draw is needed.")
     subjects = [_Subject(run, options) for run in runs]
     others = {spec: read(spec, options.data_dir, held_out=0).test for spec in options.ood}
+    for other in others.values():
+        for subject in subjects:
+            fitted(other.fetch(torch.zeros(1, dtype=torch.int64))[0], subject.dataset.input_shape)  # refuses tables
     if options.corruptions:
-        _check_comparable(subjects)
+        _check_corruptions(subjects, options)
     records = []
     for subject in subjects:
         say(f"evaluating {subject.name}")
@@ -160,8 +164,8 @@ class _Subject:
         temperature = None
         if self.fitted_on is not None:
             say(f"{self.name}: fitting a temperature on {self.fitted_on}")
-            fitted = class_answers(self.model, data.batches(data.part(self.fitted_on), size), min(options.draws, 20))
-            temperature = classification.temperature_scores(answers, fitted, self.fitted_on, options.replicates)
+            kept = class_answers(self.model, data.batches(data.part(self.fitted_on), size), min(options.draws, 20))
+            temperature = classification.temperature_scores(answers, kept, self.fitted_on, options.replicates)
         found: list[dict[str, Any]] = []
         for spec, other in others.items():
             say(f"{self.name}: inputs of {spec}")
@@ -267,13 +271,16 @@ def method_label(model: nn.Module) -> str:
     return ", ".join(dict.fromkeys(site.method.label for site in patched_sites(model).values()))
 
 
-def _check_comparable(subjects: Sequence[_Subject]) -> None:
+def _check_corruptions(subjects: Sequence[_Subject], options: Evaluating) -> None:
     names = {subject.dataset.name for subject in subjects}
     if len(names) > 1:
         raise PatchbayesError(f"evaluate: runs on {' and '.join(sorted(names))} cannot be compared under corruption.")
     for subject in subjects:
         if len(subject.dataset.input_shape) != 3:
             raise PatchbayesError(f"evaluate: corruptions are for images; {subject.dataset.name} is a table.")
+    if isinstance(options.corruptions, Path):
+        first = subjects[0].dataset
+        read_corrupted(options.corruptions, CORRUPTIONS[0], options.severities[0], first.classes, first.input_shape)
 
 
 def _add_corruptions(

@@ -12,11 +12,13 @@ from torch import Tensor, nn
 
 from ..data import Preparation, csv_rows
 from ..data.image_files import SUFFIXES, decode_images
+from ..draws import Draws, network_of
 from ..errors import PatchbayesError
 from ..likelihoods import Likelihood
 from ..metrics import threshold_at_risk
 from ..patching import is_patched
 from ..prediction import predict
+from ..prediction.predict import make_draws
 from ..training import RunFolder
 from ..training.run_folder import Which
 from .answers import class_answers, fitting_batch_size, plain_outputs
@@ -24,13 +26,17 @@ from .answers import class_answers, fitting_batch_size, plain_outputs
 
 @dataclass(frozen=True)
 class NewInputs:
-    """A network of a run, ready to answer. `threshold`: an answer with a smaller probability is for a human."""
+    """A network of a run, ready to answer; all inputs by the same draws.
+
+    taken: the draws; None for an unpatched network. threshold: an answer with a smaller probability is for a human.
+    """
 
     model: nn.Module
     run: RunFolder
     data_dir: Path | None
     likelihood: Likelihood
     draws: int
+    taken: Draws | None
     tolerance: float | None
     batch_size: int
     threshold: float | None = None
@@ -45,11 +51,12 @@ class NewInputs:
                 raise PatchbayesError(f"predict: {name}={value}; at least 1 is required.")
         run = RunFolder.open(folder)
         model = run.model(which)
-        if tolerance is not None and not is_patched(model):
+        taken = make_draws(model, network_of(model), draws, "balanced", None) if is_patched(model) else None
+        if tolerance is not None and taken is None:
             raise PatchbayesError(
                 f"predict: {folder} is not patched and answers once; a tolerance is for a network that draws."
             )
-        return cls(model, run, data_dir, run.likelihood(which), draws, tolerance, batch_size)
+        return cls(model, run, data_dir, run.likelihood(which), draws, taken, tolerance, batch_size)
 
     @property
     def data(self) -> Mapping[str, Any]:
@@ -107,8 +114,8 @@ class NewInputs:
             yield from self._value_rows(names, inputs)
 
     def _class_rows(self, names: list[str], inputs: Tensor) -> Iterator[dict[str, Any]]:
-        if is_patched(self.model):
-            found = predict(self.model, inputs, self.draws, tolerance=self.tolerance)
+        if self.taken is not None:
+            found = predict(self.model, inputs, self.taken, tolerance=self.tolerance)
             probs, epistemic, aleatoric, used = (
                 found.probs, found.mutual_information, found.expected_entropy, found.draws_used
             )  # fmt: skip
@@ -132,8 +139,8 @@ class NewInputs:
         mean = torch.tensor(self.preparation.target_mean, dtype=torch.float64)
         std = torch.tensor(self.preparation.target_std, dtype=torch.float64)
         noise = float(getattr(self.likelihood, "precision")) ** -0.5  # noqa: B009  only Gaussian has one
-        if is_patched(self.model):
-            found = predict(self.model, inputs, self.draws, tolerance=self.tolerance, likelihood=self.likelihood)
+        if self.taken is not None:
+            found = predict(self.model, inputs, self.taken, tolerance=self.tolerance, likelihood=self.likelihood)
             middle, epistemic, used = found.mean, found.epistemic_variance.clamp_min(0).sqrt(), found.draws_used
         else:
             middle = plain_outputs(self.model, inputs)

@@ -64,7 +64,7 @@ def areas(ranking: Ranking, counts: Tensor, wrong: Tensor) -> Tensor:
     return (before * harmonic[number.long()].diff(dim=1) + rate * steps).sum(1) / size
 
 
-def threshold_at_risk(confidence: Tensor, correct: Tensor, risk: float, level: float = 0.95, steps: int = 20) -> float:
+def threshold_at_risk(confidence: Tensor, correct: Tensor, risk: float, level: float = 0.95, steps: int = 10) -> float:
     """The threshold from which on predictions are shown to be wrong at most with probability `risk`; refer those below.
 
         P(P(wrong | confidence >= threshold) <= risk) >= level
@@ -73,12 +73,12 @@ def threshold_at_risk(confidence: Tensor, correct: Tensor, risk: float, level: f
     used for training. Nothing is assumed about how risk depends on confidence. 0 where all predictions may be accepted,
     infinity where the examples do not show any threshold to keep the risk.
 
-    How: `steps` numbers k of accepted examples are fixed beforehand, spread evenly from the smallest that could show
-    anything up to B. Given the (k+1)-th largest confidence, the examples above it are independent draws of all that are above
+    How: the numbers of accepted examples that are tried, k = B / steps, 2 B / steps, ..., B, are fixed beforehand. Given the (k+1)-th largest confidence, the examples above it are independent draws of all that are above
     it, so their errors are binomial and the upper bound of Clopper and Pearson holds. Each bound is taken at level
     1 - (1 - level) / steps, so that all hold at once with probability `level` (Bonferroni), and the largest k with
-    bound <= risk is chosen. Testing one k after the other, each at the full level (fixed sequence), would be right only if
-    risk falls with confidence, which a network's most confident mistakes may contradict.
+    bound <= risk is chosen. Testing one k after the other, each at the full level (fixed sequence), would accept a little more,
+    but is proved only where risk falls with confidence, which a network's most confident mistakes may contradict. More steps
+    pay with several thousand examples.
 
     confidence (B,): probabilities; correct (B,): whether each prediction was right.
     """
@@ -87,37 +87,36 @@ def threshold_at_risk(confidence: Tensor, correct: Tensor, risk: float, level: f
     check_share("threshold_at_risk", "risk", risk)
     check_share("threshold_at_risk", "level", level)
     check_count("threshold_at_risk", "steps", steps)
-    size, miss = len(confidence), (1 - level) / steps
-    least = math.ceil(math.log(miss) / math.log1p(-risk))  # without any error, the bound is 1 - miss^(1/k)
-    ranks = {round(k) for k in torch.linspace(min(least, size), size, steps, dtype=torch.float64).tolist()}
+    size, log_miss = len(confidence), math.log((1 - level) / steps)
     descending = confidence.sort(descending=True).values
-    for rank in sorted(ranks, reverse=True):
+    for step in range(steps, 0, -1):
+        rank = -(-size * step // steps)
         threshold = math.nextafter(float(descending[rank]), math.inf) if rank < size else 0.0
         accepted = confidence >= threshold
-        number = int(accepted.sum())
-        if number and risk_bound(int((accepted & (correct == 0)).sum()), number, 1 - miss) <= risk:
+        errors, number = int((accepted & (correct == 0)).sum()), int(accepted.sum())
+        if _log_tail(errors, number, risk) <= log_miss:  # if and only if the bound is at most the risk
             return threshold
     return math.inf
 
 
 def risk_bound(errors: int, number: int, level: float = 0.95) -> float:
-    """Upper confidence bound of Clopper and Pearson of a probability: `errors` of `number` independent trials.
+    """Upper confidence bound of Clopper and Pearson of a probability: `errors` in `number` independent trials.
 
     The p at which P(Binomial(number, p) <= errors) = 1 - level.
     """
     check_share("risk_bound", "level", level)
     if not 0 <= errors <= number or number < 1:
-        raise PatchbayesError(f"risk_bound: {errors} errors of {number} trials cannot be.")
-    if errors == number:
-        return 1.0
-    k = torch.arange(errors + 1, dtype=torch.float64)
-    total = torch.tensor(float(number), dtype=torch.float64)
-    log_ways = torch.lgamma(total + 1) - torch.lgamma(k + 1) - torch.lgamma(total - k + 1)
+        raise PatchbayesError(f"risk_bound: {errors} errors in {number} trials cannot be.")
     low, high = errors / number, 1.0
-    while high - low > 1e-12:
-        p = (low + high) / 2
-        if p in (low, high):
-            break
-        log_tail = torch.logsumexp(log_ways + k * math.log(p) + (number - k) * math.log1p(-p), 0)
-        low, high = (p, high) if float(log_tail) > math.log(1 - level) else (low, p)
+    while low < (p := (low + high) / 2) < high:
+        low, high = (p, high) if _log_tail(errors, number, p) > math.log(1 - level) else (low, p)
     return high
+
+
+def _log_tail(errors: int, number: int, p: float) -> float:
+    """log P(Binomial(number, p) <= errors), 0 < p < 1."""
+    if errors == number:
+        return 0.0
+    k = torch.arange(errors + 1, dtype=torch.float64)
+    log_ways = math.lgamma(number + 1) - torch.lgamma(k + 1) - torch.lgamma(number - k + 1)
+    return float(torch.logsumexp(log_ways + k * math.log(p) + (number - k) * math.log1p(-p), 0))

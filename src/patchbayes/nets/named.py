@@ -19,7 +19,7 @@ from .small_cnn import small_cnn
 
 Shape = tuple[int, ...]
 
-#: Networks for pictures of three channels, by name; each takes the number of outputs.
+#: Networks for images of three channels, by name; each takes the number of outputs.
 _FOR_COLOR: dict[str, Callable[[int], nn.Module]] = {
     "cifar_resnet20": cifar_resnet20,
     "cifar_resnet56": cifar_resnet56,
@@ -34,8 +34,8 @@ NET_NAMES = ("mlp", "small_cnn", *_FOR_COLOR)
 def build_net(spec: str, num_outputs: int, input_shape: Shape, seed: int = 0) -> nn.Module:
     """A fresh network for inputs (B, *input_shape) with outputs (B, num_outputs), its start given by the seed.
 
-    spec   a built-in name: "small_cnn" (any picture), "mlp" or "mlp:100,100" (hidden units; pictures are flattened),
-           "cifar_resnet20", "cifar_resnet56", "resnet18", "resnet18_cifar" (keeps the resolution of small pictures),
+    spec   a built-in name: "small_cnn" (any image), "mlp" or "mlp:100,100" (hidden units; images are flattened),
+           "cifar_resnet20", "cifar_resnet56", "resnet18", "resnet18_cifar" (keeps the resolution of small images),
            "pyramidnet110" (alpha 270, the paper's), "pyramidnet272" (alpha 200; basic blocks, no bottlenecks); or
            "timm:NAME", "torchvision:NAME"; or "package.module:function", called as function(num_outputs, input_shape).
 
@@ -63,18 +63,18 @@ def _maker(spec: str, num_outputs: int, shape: Shape) -> Callable[[], Any]:
         hidden = _hidden(spec, rest) if colon else (50,)
         return lambda: _flat_mlp(shape, hidden, num_outputs)
     if spec == "small_cnn":
-        channels, *sides = _picture(spec, shape)
+        channels, *sides = _image(spec, shape)
         return lambda: small_cnn(channels, num_outputs, max(sides))
     if spec in _FOR_COLOR:
-        if _picture(spec, shape)[0] != 3:
+        if _image(spec, shape)[0] != 3:
             raise PatchbayesError(
-                f"{spec} takes pictures of 3 channels, these have {shape[0]}.\n"
+                f"{spec} takes images of 3 channels, these have {shape[0]}.\n"
                 '  do       use "small_cnn", which takes any, or a package.module:function of your own.'
             )
         return lambda: _FOR_COLOR[spec](num_outputs)
     if name == "timm":
         create = _imported("timm", spec).create_model
-        channels = _picture(spec, shape)[0]
+        channels = _image(spec, shape)[0]
         return lambda: _third_party(
             spec, lambda: create(rest, pretrained=False, num_classes=num_outputs, in_chans=channels)
         )
@@ -103,10 +103,10 @@ def _hidden(spec: str, text: str) -> Shape:
     return tuple(int(part) for part in parts)
 
 
-def _picture(spec: str, shape: Shape) -> Shape:
+def _image(spec: str, shape: Shape) -> Shape:
     if len(shape) != 3:
         raise PatchbayesError(
-            f"{spec} takes pictures (channels, height, width); the inputs have the shape {shape}.\n"
+            f"{spec} takes images (channels, height, width); the inputs have the shape {shape}.\n"
             '  do       use "mlp" for tables.'
         )
     return shape

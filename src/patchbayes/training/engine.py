@@ -31,7 +31,7 @@ def engine(config: TrainingConfig) -> Iterator["Accelerator"]:
         from accelerate.state import AcceleratorState, is_initialized
     except ImportError as error:
         raise PatchbayesError(
-            f"training needs the package accelerate ({error}).\n  do       pip install 'patchbayes[train]'"
+            f"training needs the package accelerate ({error}).\n  do       pip install 'patchbayes[cli]'"
         ) from None
     ours = not is_initialized()
     with _processor_settings(config.threads):

@@ -51,12 +51,22 @@ def train(config: TrainingConfig, folder: str | Path, *, resume: bool = False, q
     GPUs as far as the kernels are deterministic. With several processes (`accelerate launch`, `torchrun`) all call this.
     """
     folder = Path(folder)
-    with engine(config) as accelerator, contextlib.ExitStack() as stack:
-        first = accelerator.is_main_process
+    with engine(config) as accelerator:
+        _train(config, folder, accelerator, resume, quiet)
+    return RunFolder.open(folder)
+
+
+def _train(config: TrainingConfig, folder: Path, accelerator: "Accelerator", resume: bool, quiet: bool) -> None:
+    first = accelerator.is_main_process
+    with contextlib.ExitStack() as stack:
         if first:
             stack.enter_context(locked(folder))
             if not resume:
                 refuse_used(folder)
+        if config.threads is None and resume and (folder / "config.json").exists():
+            # Their number changes the last bits: as many as when the run began.
+            began = RunFolder.open(folder).config.get("machine", {})
+            torch.set_num_threads(began.get("threads", torch.get_num_threads()))
         dataset = _read_data(config)
         trainer = _Trainer(config, dataset, accelerator)  # fails, if it does, before anything is written
         total = config.epochs * trainer.steps
@@ -64,11 +74,7 @@ def train(config: TrainingConfig, folder: str | Path, *, resume: bool = False, q
         if first:
             _begin(folder, config, dataset, resume)
         accelerator.wait_for_everyone()
-        run = RunFolder.open(folder)
-        if config.threads is None:  # their number changes the last bits: as many as when the run began
-            torch.set_num_threads(run.config["machine"]["threads"])
-        trainer.run(run, stack.enter_context(journal), stack.enter_context(Interruption()))
-    return run
+        trainer.run(RunFolder.open(folder), stack.enter_context(journal), stack.enter_context(Interruption()))
 
 
 def _read_data(config: TrainingConfig) -> Dataset:
