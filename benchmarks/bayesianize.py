@@ -12,7 +12,7 @@ and every ECE with the floor that a perfectly calibrated model of the same confi
 the rows (but the last) under corruption, on the first --corrupted of the scored images.
 
     python benchmarks/bayesianize.py [--networks cifar_resnet20 cifar_resnet56] [--seeds 0 1 2] [--draws 20 200]
-                                     [--epochs 1] [--corruptions gaussian_noise ...] [--severity 3] [--corrupted 1000]
+                                     [--epochs 0.5] [--corruptions gaussian_noise ...] [--severity 3] [--corrupted 1000]
                                      [--data-dir FOLDER] [--results FOLDER]
 """
 
@@ -143,7 +143,7 @@ def main() -> None:
     parser.add_argument("--networks", nargs="+", default=["cifar_resnet20", "cifar_resnet56"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--draws", nargs="+", type=int, default=[20])
-    parser.add_argument("--epochs", type=float, default=1.0)
+    parser.add_argument("--epochs", type=float, default=0.5)
     parser.add_argument("--corruptions", nargs="*", default=[], choices=CORRUPTIONS)
     parser.add_argument("--severity", type=int, default=3)
     parser.add_argument("--corrupted", type=int, default=1000)

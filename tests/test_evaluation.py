@@ -324,6 +324,19 @@ def test_split_and_checkpoint_and_temperature_part_change_the_record(runs, tmp_p
     assert scored["temperature"] is None  # what is scored is not fitted on
 
 
+def test_the_data_are_found_where_they_have_moved(tmp_path, monkeypatch):
+    for folder in ("old", "new", "elsewhere"):
+        (tmp_path / folder).mkdir()
+    rows = [f"{i % 7},{i % 3},{(i % 7 > 3) * 1}" for i in range(60)]
+    (tmp_path / "old" / "table.csv").write_text("\n".join(["a,b,y", *rows]) + "\n")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    command("train run --data csv:table.csv#y --model mlp --epochs 1 --data-dir", tmp_path / "old")
+    (tmp_path / "old" / "table.csv").rename(tmp_path / "new" / "table.csv")
+    assert "table.csv is not there" in command("evaluate run --draws 2", code=1).err
+    (record,) = command("evaluate run --draws 2 --json --data-dir", tmp_path / "new").json
+    assert record["metrics"].keys() == CLASS_METRICS - {"top5_accuracy"}  # there are two classes
+
+
 def test_the_command_shows_a_table_and_what_comes_next(runs):
     found = command("evaluate --draws 2", runs / "vanilla", runs / "diabetes")
     lines = found.out.splitlines()
@@ -365,6 +378,12 @@ def test_corrupted_images_of_a_folder(runs, tmp_path):
     found = record["corruptions"]
     assert np.array(found["error"]).shape == (15, 2)
     assert np.array(found["error"]) == pytest.approx(found["clean_error"])
+    options = [
+        Evaluating(draws=1, curve=(), replicates=20, corruptions=folder, severities=(1,), corruption_draws=draws)
+        for draws in (1, 4)
+    ]
+    one, four = (evaluate([RunFolder.open(runs / "ecmp")], chosen)[0]["corruptions"] for chosen in options)
+    assert np.mean(one["nll"]) > np.mean(four["nll"])
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Selective prediction, unknown inputs and temperature: brute force, other packages, and the promise of the threshold."""
 
+import itertools
 import math
 
 import numpy as np
@@ -50,8 +51,6 @@ def test_the_curve_is_the_accuracy_of_the_most_confident():
 
 
 def test_equal_confidences_are_averaged_over_their_orders():
-    import itertools
-
     confidence = torch.tensor([0.9, 0.5, 0.5, 0.5, 0.2], dtype=torch.float64)
     right = torch.tensor([True, False, True, True, False])
     areas, curves = [], []
@@ -141,7 +140,7 @@ def test_the_threshold_keeps_its_promise_and_is_not_timid(risk_of, size):
     ]
     broken = sum(risk > 0.08 for risk, _ in found)
     assert stats.binom.sf(broken - 1, trials, 1 - level) > FALSE_ALARM
-    # Of what could be accepted with the true risks known, 53 and 62 %, enough examples find most.
+    # With the true risks known, 53 and 57 % could be accepted; enough examples find most of that.
     if size == 3000:
         assert np.mean([share for _, share in found]) > 0.33
 
@@ -160,10 +159,11 @@ def test_the_threshold_follows_risk_level_and_steps():
     for threshold, risk in ((strict, 0.02), (loose, 0.2)):
         wrong = ~right[confidence >= threshold]
         assert risk_bound(int(wrong.sum()), len(wrong)) <= risk
-    levels = [threshold_at_risk(confidence, right, 0.05, level=level) for level in (0.5, 0.9, 0.99, 1 - 1e-9)]
+    confidence, right = case(1, size=3000)
+    levels = [threshold_at_risk(confidence, right, 0.25, level=level) for level in (0.5, 0.9, 0.99, 1 - 1e-9)]
     assert levels == sorted(levels)
     assert levels[0] < levels[-1]
-    assert threshold_at_risk(confidence, right, 0.1, steps=3) != threshold_at_risk(confidence, right, 0.1, steps=40)
+    assert threshold_at_risk(confidence, right, 0.3, steps=3) != threshold_at_risk(confidence, right, 0.3, steps=40)
 
 
 def test_everything_or_nothing_is_accepted_where_that_is_all_that_can_be_shown():

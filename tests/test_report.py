@@ -248,6 +248,14 @@ def test_four_methods_with_three_seeds_stay_below_a_megabyte(tmp_path):
     assert len(report(tmp_path, *simulate()).encode()) < 1_000_000
 
 
+def test_a_long_history_is_thinned_and_keeps_its_end(tmp_path):
+    history = [{"epoch": e, "loss": 1 / e} for e in range(1, 5001)]
+    record = {"schema": 1, "name": "a", "task": "classification", "method": "EMP", "data": "d", "metrics": {}}
+    text = report(tmp_path, [record], [history])
+    assert "EMP ends at 0.0002" in text
+    assert len(text) < 40_000
+
+
 def test_more_groups_than_colors_differ_by_dash():
     assert len({(series % len(SERIES), dash(series)) for series in range(len(SERIES) * len(DASHES))}) == 24
     assert line_style(0) == "-"

@@ -439,6 +439,7 @@ BROKEN = {
     "reliability.confidence": [None] * 20,
     "reliability.accuracy": [0.5] * 19,
     "histogram.edges": [0.0, 1.0],
+    "histogram.edges.0": -math.inf,
     "histogram.wrong": [1],
     "coverage.coverage": [1.0, 0.5],
     "coverage.accuracy": None,
@@ -465,7 +466,9 @@ def test_a_broken_record_is_refused_with_file_and_key(key):
     with pytest.raises(PatchbayesError) as error:
         read_run(record, history, 1)
     text = str(error.value)
-    blamed = {"reliability.confidence": "reliability"}.get(key, re.sub(r"\.(\d+)", r"[\1]", key))
+    blamed = {"reliability.confidence": "reliability", "histogram.edges.0": "histogram.edges"}.get(
+        key, re.sub(r"\.(\d+)", r"[\1]", key)
+    )
     assert f"runs/ecmp-seed0/evaluation.json: {blamed}" in text
     assert "is required" in text
     assert "patchbayes evaluate" in text

@@ -434,9 +434,8 @@ def test_tensorboard(settings, tmp_path):
     assert shown == [(row["step"], pytest.approx(row["held_out_nll"])) for row in run.history()]
 
 
-@pytest.fixture
-def terminal(monkeypatch):
-    """Standard error is a terminal; call it for what was shown there."""
+def shown_on_a_terminal(monkeypatch, work):
+    """What appears where standard error is a terminal while `work` runs."""
     pytest.importorskip("rich", reason="rich is not installed")
     master, slave = os.openpty()
     shown = []
@@ -448,31 +447,21 @@ def terminal(monkeypatch):
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    stderr = os.fdopen(slave, "w")
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(sys, "stderr", stderr)
-
-    def close():
-        stderr.close()
-        watcher.join()
-        return b"".join(shown).decode()
-
-    yield close
-    if not stderr.closed:
-        close()
+    with os.fdopen(slave, "w") as stderr, monkeypatch.context() as patched:
+        patched.setenv("TERM", "xterm")
+        patched.setattr(sys, "stderr", stderr)
+        work()
+    watcher.join()
     os.close(master)
+    return b"".join(shown).decode()
 
 
-def test_a_bar_on_a_terminal(settings, tmp_path, terminal):
-    train(TrainingConfig(**settings), tmp_path / "run")
-    shown = terminal()
+def test_a_bar_on_a_terminal_unless_quiet(settings, tmp_path, monkeypatch):
+    shown = shown_on_a_terminal(monkeypatch, lambda: train(TrainingConfig(**settings), tmp_path / "run"))
     assert "epoch 2: loss" in shown
     assert "100 %" in shown
-
-
-def test_quiet_shows_nothing_on_a_terminal(settings, tmp_path, terminal):
-    train(TrainingConfig(**settings), tmp_path / "run", quiet=True)
-    assert terminal() == ""
+    quiet = shown_on_a_terminal(monkeypatch, lambda: train(TrainingConfig(**settings), tmp_path / "quiet", quiet=True))
+    assert quiet == ""
 
 
 def test_nothing_is_shown_where_the_output_is_piped(settings, tmp_path, capfd):

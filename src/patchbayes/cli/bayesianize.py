@@ -33,7 +33,7 @@ def bayesianize(
     components: Annotated[int, typer.Option("-K", "--components", help="Components of each patched layer.")] = 5,
     sites: Annotated[str, typer.Option(help="Layers to patch.")] = "norm+output",
     jitter: Annotated[float | None, typer.Option(help="A jitter instead of the one that held-out data choose.")] = None,
-    epochs: Annotated[float, typer.Option(help="Passes over the training data; 0 only chooses the jitter.")] = 1.0,
+    epochs: Annotated[float, typer.Option(help="Passes over the training data; 0 only chooses the jitter.")] = 0.5,
     lr: Annotated[float | None, typer.Option(help="Learning rate of the patches.")] = None,
     batch_size: Annotated[int, typer.Option(help="Examples in a step.")] = 128,
     seed: Annotated[int, typer.Option(help="Of components, draws and data order.")] = 0,
@@ -43,7 +43,7 @@ def bayesianize(
     """Turn a trained network into a Bayesian one.
 
     The network itself is not trained again: the chosen layers get K components around the trained values; only these are
-    trained, for about an epoch, and how far they spread is chosen on held-out data. The result is a patch file a few percent
+    trained, for a part of an epoch, and how far they spread is chosen on held-out data. The result is a patch file a few percent
     of a large network's size, in a run folder that points to the checkpoint: keep both. Without --held-out a documented
     default jitter is taken, and the command says so.
 

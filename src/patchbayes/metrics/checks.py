@@ -48,7 +48,9 @@ def checked_pair(where: str, predicted: Tensor, targets: Tensor) -> tuple[Tensor
             f"{where}: takes two tensors of one shape, (B, D) or (B,); given were {tuple(predicted.shape)} and "
             f"{tuple(targets.shape)}."
         )
-    return predicted.detach().double().reshape(len(predicted), -1), targets.detach().double().reshape(len(targets), -1)
+    if targets.dim() == 1:
+        predicted, targets = predicted.unsqueeze(1), targets.unsqueeze(1)
+    return predicted.detach().double(), targets.detach().double()
 
 
 def checked_confidence(where: str, confidence: Tensor, correct: Tensor) -> tuple[Tensor, Tensor]:

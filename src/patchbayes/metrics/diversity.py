@@ -14,8 +14,8 @@ def disagreement(draw_probs: Tensor, weights: Tensor | None = None) -> float:
     draw_probs (S, B, C), S at least 2; weights (S,), equal where none are given.
     """
     draw_probs, w = _checked("disagreement", draw_probs, weights)
-    if len(w) < 2:
-        raise PatchbayesError("disagreement: takes at least two draws; one was given.")
+    if int((w > 0).sum()) < 2:
+        raise PatchbayesError("disagreement: takes at least two draws of positive weight; one was given.")
     shape = draw_probs.shape[1:]
     votes = torch.zeros(shape, dtype=torch.float64, device=w.device)
     for probs, weight in zip(draw_probs, w, strict=True):

@@ -73,12 +73,12 @@ def threshold_at_risk(confidence: Tensor, correct: Tensor, risk: float, level: f
     used for training. Nothing is assumed about how risk depends on confidence. 0 where all predictions may be accepted,
     infinity where the examples do not show any threshold to keep the risk.
 
-    How: the numbers of accepted examples that are tried, k = B / steps, 2 B / steps, ..., B, are fixed beforehand. Given the (k+1)-th largest confidence, the examples above it are independent draws of all that are above
-    it, so their errors are binomial and the upper bound of Clopper and Pearson holds. Each bound is taken at level
-    1 - (1 - level) / steps, so that all hold at once with probability `level` (Bonferroni), and the largest k with
-    bound <= risk is chosen. Testing one k after the other, each at the full level (fixed sequence), would accept a little more,
-    but is proved only where risk falls with confidence, which a network's most confident mistakes may contradict. More steps
-    pay with several thousand examples.
+    How: the numbers of accepted examples that are tried, k = B / steps, 2 B / steps, ..., B, are fixed beforehand. Given the
+    (k+1)-th largest confidence, the examples above it are independent draws of all that are above it, so their errors are
+    binomial and the upper bound of Clopper and Pearson holds. Each bound is taken at level 1 - (1 - level) / steps, so
+    that all hold at once with probability `level` (Bonferroni), and the largest k with bound <= risk is chosen. Testing one k
+    after the other, each at the full level (fixed sequence), is proved only where risk falls with confidence, which a
+    network's most confident mistakes may contradict. More steps pay with several thousand examples.
 
     confidence (B,): probabilities; correct (B,): whether each prediction was right.
     """

@@ -1,6 +1,6 @@
 """The figures of a report: one small panel each, with a caption, and a text that says what can be seen in it.
 
-No text of a record enters a figure: legends and captions are the page's.
+No text of a record is drawn: legends and captions are the page's.
 """
 
 import itertools
@@ -41,6 +41,7 @@ def reliability(group: Group, name: str) -> Picture | None:
     if not points:
         return None
     most = max(count for count, _, _ in points)
+    few = LARGEST_LEFT_OUT * len(bins)
     with panel(2.7) as (figure, axes):
         axes.plot([0, 1], [0, 1], color=INK, alpha=0.55, linewidth=0.8, dashes=(4, 3))
         for b in bins if len(bins) > 1 else []:
@@ -54,7 +55,7 @@ def reliability(group: Group, name: str) -> Picture | None:
             [c for _, c, _ in points],
             [a for _, _, a in points],
             s=[8 + 60 * n / most for n, _, _ in points],
-            facecolors=[color(group.series) if n > LARGEST_LEFT_OUT else "none" for n, _, _ in points],
+            facecolors=[color(group.series) if n > few else "none" for n, _, _ in points],
             edgecolors=color(group.series),
             linewidths=1,
             zorder=3,
@@ -62,7 +63,9 @@ def reliability(group: Group, name: str) -> Picture | None:
         )
         _unit_axes(axes, "Confidence", "Accuracy")
         errors = group.metric(lambda run: run.metrics.get("ece"))
-        return Picture(svg(figure, name, _reliability_label(group, points, errors)), group.label, _ece_caption(errors))
+        return Picture(
+            svg(figure, name, _reliability_label(group, points, few, errors)), group.label, _ece_caption(errors)
+        )
 
 
 def _pooled(bins: Sequence[Reliability]) -> list[tuple[int, float, float]]:
@@ -84,18 +87,20 @@ def _ece_caption(errors: Estimate) -> str:
     return f"ECE {ece.show(errors.value)} %{floor}"
 
 
-def _reliability_label(group: Group, points: Sequence[tuple[int, float, float]], errors: Estimate) -> str:
-    text = f"Reliability diagram of {group.label}: accuracy against confidence."
-    full = [point for point in points if point[0] > LARGEST_LEFT_OUT]
+def _reliability_label(group: Group, points: Sequence[tuple[int, float, float]], few: int, errors: Estimate) -> str:
+    parts = [f"Reliability diagram of {group.label}: accuracy against confidence"]
+    full = [point for point in points if point[0] > few]
     if full:
         _, confidence, accuracy = max(full, key=lambda point: abs(point[2] - point[1]))
         side = "below" if accuracy < confidence else "above"
-        below = sum(n for n, c, a in points if a < c) / sum(n for n, _, _ in points)
-        text += (
-            f" Largest gap: accuracy {100 * abs(accuracy - confidence):.0f} points {side} the confidence of "
-            f"{100 * confidence:.0f} %. {100 * below:.0f} % of the predictions lie in bins that are overconfident."
+        over = sum(n for n, c, a in points if a < c) / sum(n for n, _, _ in points)
+        parts.append(
+            f"Largest gap: accuracy {100 * abs(accuracy - confidence):.0f} points {side} {100 * confidence:.0f} %"
         )
-    return f"{text} {_ece_caption(errors)}.".replace(" .", "")
+        parts.append(f"{100 * over:.0f} % of the predictions lie in overconfident bins")
+    if errors.value is not None:
+        parts.append(_ece_caption(errors))
+    return ". ".join(parts) + "."
 
 
 def histogram(group: Group, name: str) -> Picture | None:
@@ -182,7 +187,7 @@ def _draws_curve(comparison: Comparison, metric: str, name: str) -> Picture | No
             if len(points) == 1:
                 axes.axhline(y[0], linewidth=0.8, **style)
             scaled = group.metric(lambda run: run.temperature.metrics.get(metric) if run.temperature else None).value
-            if scaled is not None and math.isfinite(scaled) and not same(scaled, points[-1][1]):
+            if scaled is not None and _drawable(scaled) and not same(scaled, points[-1][1]):
                 axes.axhline(what.scale * scaled, color=color(group.series), linewidth=1, dashes=(4, 3), alpha=0.9)
             seen.append(
                 f"{group.label} {what.show(points[0][1])} with {x[0]:,} and {what.show(points[-1][1])} with {x[-1]:,}"
@@ -207,9 +212,9 @@ def _draws_points(group: Group, metric: str) -> list[tuple[int, float, float]]:
     errors: dict[int, float] = {}
     for curve in curves:
         for s, value, spread in zip(curve.draws, curve.values[metric], curve.standard_errors[metric], strict=True):
-            if value is not None and math.isfinite(value):
+            if value is not None and _drawable(value):
                 values.setdefault(s, []).append(value)
-                errors[s] = spread if spread is not None and math.isfinite(spread) else 0.0
+                errors[s] = spread if spread is not None and _drawable(spread) else 0.0
     return [
         (s, statistics.fmean(v), statistics.stdev(v) / math.sqrt(len(v)) if len(v) > 1 else errors[s])
         for s, v in sorted(values.items())
@@ -221,7 +226,7 @@ def _one_network(group: Group, metric: str) -> list[tuple[int, float, float]]:
     """A network that is not drawn has one point, at S = 1."""
     value = group.metric(lambda run: run.metrics.get(metric)).value
     alone = all(run.diversity is None and run.draws_curve is None for run in group.runs)
-    return [(1, value, 0.0)] if alone and value is not None and math.isfinite(value) else []
+    return [(1, value, 0.0)] if alone and value is not None and _drawable(value) else []
 
 
 def coverage(comparison: Comparison, name: str) -> Picture | None:
@@ -286,7 +291,7 @@ def _percent(x: Sequence[float], y: Floats | Sequence[float]) -> tuple[list[floa
 
 def _mean_curve(curves: Sequence[Curve]) -> list[tuple[float, float]]:
     """The mean over seeds at the places of the first seed that all have."""
-    tables = [{x: y for x, y in zip(c.x, c.y, strict=True) if y is not None and math.isfinite(y)} for c in curves]
+    tables = [{x: y for x, y in zip(c.x, c.y, strict=True) if y is not None and _drawable(y)} for c in curves]
     places = [x for x in tables[0] if all(x in table for table in tables)] if tables else []
     return [(x, statistics.fmean(table[x] for table in tables)) for x in places]
 
@@ -306,8 +311,9 @@ def _training_curve(comparison: Comparison, what: str, name: str) -> Picture | N
         for group in comparison.groups:
             ends = []
             for run in group.runs:
-                points = [(e, v) for e, v in run.history.get(what, ()) if math.isfinite(v) and math.isfinite(e)]
-                points = points[:: max(1, math.ceil(len(points) / MOST_POINTS))]
+                points = [(e, v) for e, v in run.history.get(what, ()) if _drawable(v) and _drawable(e)]
+                step = math.ceil(len(points) / MOST_POINTS) or 1
+                points = points[::-1][::step][::-1]  # the last one stays
                 x, y = [e for e, _ in points], [(100 if percent else 1) * v for _, v in points]
                 marker = "." if len(points) == 1 else ""
                 style = line_style(group.series)
@@ -357,7 +363,7 @@ def site_distances(group: Group) -> list[tuple[str, float]]:
     found: dict[str, list[float]] = {}
     for run in group.runs:
         for site, distance in run.diversity.components if run.diversity else ():
-            if math.isfinite(distance):
+            if _drawable(distance):
                 found.setdefault(site, []).append(distance)
     return [(site, statistics.fmean(distances)) for site, distances in found.items()]
 
@@ -379,3 +385,8 @@ def _few_ticks(axes: "Axes") -> None:
     axes.locator_params(axis="y", nbins=5)
     axes.grid(axis="x", visible=False)
     axes.margins(y=0.08)
+
+
+def _drawable(value: float) -> bool:
+    """Finite, and far from where arithmetic on it would not be."""
+    return abs(value) < 1e100

@@ -281,10 +281,11 @@ def _curve(entry: Entry, x: str, y: str) -> Curve | None:
 
 
 def _rising(entry: Entry, length: int | None = None) -> tuple[float, ...]:
+    """Confidences, shares or levels."""
     numbers = entry.numbers(length)
     values = [value for value in numbers if value is not None]
-    if len(values) != len(numbers) or values != sorted(values):
-        entry.fail("a rising list of numbers")
+    if len(values) != len(numbers) or values != sorted(values) or any(not 0 <= value <= 1 for value in values):
+        entry.fail("a rising list of numbers between 0 and 1")
     return tuple(values)
 
 

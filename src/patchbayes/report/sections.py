@@ -82,7 +82,7 @@ def _findings(comparison: Comparison, table: Table) -> Iterator[str]:
     """What the table says about its main columns, in sentences; nothing where there is nothing to compare."""
     for name in ("accuracy", "nll", "ece") if comparison.task == "classification" else ("rmse", "log_density", "crps"):
         what = measure(name)
-        index = next((i for i, column in enumerate(table.columns) if column.label == what.label), None)
+        index = next((i for i, column in enumerate(table.columns) if column.key == name), None)
         ranked = _ranked(table, index, what) if index is not None else []
         if len(ranked) > 1:
             (first, leader), (second, _) = ranked[:2]
@@ -103,7 +103,7 @@ def _ranked(table: Table, index: int, what: Measure) -> list[tuple[str, Cell]]:
         cell = row.cells[index]
         if cell.numbers and cell.numbers.value is not None:
             label = f"{owner} {row.label}" if row.derived else row.label
-            unit = " %" if what.label.endswith("%") else ""
+            unit = "\N{NO-BREAK SPACE}%" if what.label.endswith("%") else ""
             found.append((cell.numbers.value, owner, f"{label}, {' '.join([cell.text, *cell.details])}{unit}", cell))
     found.sort(key=lambda item: item[0], reverse=what.better == "higher")
     firsts: dict[str, tuple[float, str, str, Cell]] = {}
@@ -117,8 +117,8 @@ def _reliability(comparison: Comparison, names: Iterator[str]) -> Section:
         "reliability",
         "Reliability",
         "Is a prediction that claims 80 % right in 80 % of the cases? On the diagonal it is; below it the network is "
-        "overconfident. Dots are bins of confidence, their area the number of predictions, hollow with at most 5; thin lines "
-        "are single seeds.",
+        "overconfident. Dots are bins of confidence, their area the number of predictions, hollow with at most 5 a seed; thin "
+        "lines are single seeds.",
         pictures=_present(figures.reliability(group, next(names)) for group in comparison.groups),
     )
 
