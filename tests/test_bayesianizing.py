@@ -195,7 +195,12 @@ def test_every_keyword_changes_the_result(change, model, digits, usual):
     assert not equal(components(model), usual)
 
 
-@pytest.mark.parametrize("change", [{"epochs": 0.5}, {"lr": 0.003}], ids=["epochs", "lr"])
+def test_the_method_is_the_one_that_is_put_in(model, digits):
+    bayesianize_(model, None, jitter=0.05, epochs=0, method=pb.EMP(3))
+    assert {site.method.label for site in pb.patched_sites(model).values()} == {"EMP(K=3)"}
+
+
+@pytest.mark.parametrize("change", [{"epochs": 0.25}, {"lr": 0.003}], ids=["epochs", "lr"])
 def test_every_keyword_of_training_changes_the_result(change, trained, digits):
     one, other = again(trained), again(trained)
     bayesianize_(one, digits[0], jitter=0.05)

@@ -239,6 +239,11 @@ def test_inputs_of_another_kind_are_told_by_entropy_and_by_mutual_information(re
         assert 0 <= rows[score]["fpr95"] <= 1
 
 
+def test_both_kinds_of_input_are_seen_by_as_many_draws(records, runs):
+    (many,) = evaluate([RunFolder.open(runs / "ecmp")], Evaluating(draws=60, curve=(), replicates=20, ood=("photos",)))
+    assert_alike(many["ood"], records["ecmp"]["ood"])  # twenty on either side
+
+
 def test_diversity_is_that_of_draws_and_components(records, values, runs):
     assert records["vanilla"]["diversity"] is None
     found = records["ecmp"]["diversity"]

@@ -555,6 +555,6 @@ def test_a_full_disk_leaves_the_old_report(tmp_path, monkeypatch):
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(PatchbayesError, match=r"needs matplotlib.*patchbayes\["):
+    with pytest.raises(PatchbayesError, match=r"needs matplotlib.*patchbayes\[cli\]"):
         write_report(small(), [[]], tmp_path / "report.html")
     assert write_report(small(), [[]], tmp_path / "report.html", formats=["csv"])

@@ -1,5 +1,6 @@
 """patchbayes: make a neural network you already have into a Bayesian one, cheaply (ensemble model patching)."""
 
+from .bayesianizing import bayesianize_
 from .checkpoint import load_, save
 from .contract import check_patchable
 from .draws import Draws
@@ -30,6 +31,7 @@ __all__ = [
     "Predictor",
     "Prior",
     "Shared",
+    "bayesianize_",
     "check_patchable",
     "drawn",
     "forward_draws",

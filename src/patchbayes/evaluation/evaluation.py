@@ -166,13 +166,6 @@ class _Subject:
             say(f"{self.name}: fitting a temperature on {self.fitted_on}")
             kept = class_answers(self.model, data.batches(data.part(self.fitted_on), size), min(options.draws, 20))
             temperature = classification.temperature_scores(answers, kept, self.fitted_on, options.replicates)
-        found: list[dict[str, Any]] = []
-        for spec, other in others.items():
-            say(f"{self.name}: inputs of {spec}")
-            found += [
-                {"data": spec} | row
-                for row in out_of_distribution(self.classifier, answers, other, min(options.draws, 20))
-            ]
         return {
             "num_draws": answers.num_draws,
             "exact": answers.exact,
@@ -181,11 +174,25 @@ class _Subject:
             "draws_curve": classification.draws_curve(answers.at_draws),
             **classification.shapes_of_confidence(answers),
             "diversity": diversity(self.model, answers),
-            "ood": found,
+            "ood": self._out_of_distribution(others, size, say),
             "corruptions": None,
             "examples": classification.extreme_examples(answers, self.split, data.classes),
             "quantiles": None,
         }
+
+    def _out_of_distribution(
+        self, others: Mapping[str, Split], size: int, say: Callable[[str], None]
+    ) -> list[dict[str, Any]]:
+        """Both sides by as many draws: the mutual information of few draws is smaller than that of many."""
+        if not others:
+            return []
+        few = min(self.options.draws, 20)
+        known = class_answers(self.model, self.dataset.batches(self.split, size), few)
+        found: list[dict[str, Any]] = []
+        for spec, other in others.items():
+            say(f"{self.name}: inputs of {spec}")
+            found += [{"data": spec} | row for row in out_of_distribution(self.classifier, known, other, few)]
+        return found
 
     def _regression(self) -> dict[str, Any]:
         options, data = self.options, self.dataset

@@ -23,9 +23,8 @@ from .ranking import Ranking
 from .regression import covered, interval_coverage, interval_width, rmse
 from .selective import areas, aurc
 
-Replicated = Callable[
-    [Tensor], Tensor
-]  # the numbers of the examples in each data set (R, B) -> the statistic of each (R,)
+# From the numbers of the examples in each resampled data set, (R, B), to the statistic of each, (R,).
+Replicated = Callable[[Tensor], Tensor]
 
 _CALIBRATION = {
     expected_calibration_error,
@@ -72,10 +71,10 @@ def bootstrap(
     """
     check_count("bootstrap", "replicates", replicates, least=2)
     check_share("bootstrap", "level", level)
-    if not examples or len({len(e) for e in examples if e.dim()}) != 1 or any(e.dim() == 0 for e in examples):
-        shapes = ", ".join(str(tuple(e.shape)) for e in examples) or "none"
+    if not all(isinstance(e, Tensor) and e.dim() for e in examples) or len({len(e) for e in examples}) != 1:
+        given = ", ".join(str(tuple(e.shape)) if isinstance(e, Tensor) else repr(e) for e in examples) or "none"
         raise PatchbayesError(
-            f"bootstrap: takes tensors with the same examples along the first axis; given were {shapes}."
+            f"bootstrap: takes tensors with the same examples along the first axis, and options by keyword; given: {given}."
         )
     check_examples("bootstrap", examples[0])
     data = [e.detach().cpu() for e in examples]

@@ -10,20 +10,38 @@ _ROUNDING = 1e-3  # by which a sum in low precision may leave its range
 
 def checked_probs(where: str, probs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """probs (B, C) in double precision and targets (B,) int64, or an error."""
-    targets = _checked_classes(where, "probabilities", probs, targets)
+    targets = checked_classes(where, "probabilities", probs, targets)
     check_range(where, probs)
     return probs.detach().double(), targets
 
 
 def checked_log_probs(where: str, log_probs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """log_probs (B, C) in double precision and targets (B,) int64, or an error."""
-    targets = _checked_classes(where, "log-probabilities", log_probs, targets)
+    targets = checked_classes(where, "log-probabilities", log_probs, targets)
     if log_probs.numel() and not bool((log_probs <= _ROUNDING).all()):
         raise PatchbayesError(
             f"{where}: log-probabilities are at most 0, the largest given is {float(log_probs.max()):g}.\n"
             "  do       logits.log_softmax(1), or probs.log()."
         )
     return log_probs.detach().double(), targets
+
+
+def checked_classes(where: str, kind: str, values: Tensor, targets: Tensor) -> Tensor:
+    """targets (B,) int64 that fit values (B, C) without NaN, or an error."""
+    integer = not (targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool)
+    if values.dim() != 2 or targets.shape != values.shape[:1] or not integer:
+        raise PatchbayesError(
+            f"{where}: takes {kind} (B, C) and class numbers (B,); given were {tuple(values.shape)} and "
+            f"{targets.dtype} {tuple(targets.shape)}."
+        )
+    if bool(values.isnan().any()):
+        raise PatchbayesError(f"{where}: {int(values.isnan().sum())} of the {kind} are not a number.")
+    if targets.numel() and not bool(((targets >= 0) & (targets < values.shape[1])).all()):
+        raise PatchbayesError(
+            f"{where}: the classes are 0 to {values.shape[1] - 1}; given were numbers from {int(targets.min())} to "
+            f"{int(targets.max())}."
+        )
+    return targets.detach().long()
 
 
 def check_range(where: str, probs: Tensor) -> None:
@@ -88,20 +106,3 @@ def check_share(where: str, name: str, value: float) -> None:
     """An option strictly between 0 and 1."""
     if not 0 < value < 1:
         raise PatchbayesError(f"{where}({name}={value!r}): a number between 0 and 1.")
-
-
-def _checked_classes(where: str, kind: str, values: Tensor, targets: Tensor) -> Tensor:
-    integer = not (targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool)
-    if values.dim() != 2 or targets.shape != values.shape[:1] or not integer:
-        raise PatchbayesError(
-            f"{where}: takes {kind} (B, C) and class numbers (B,); given were {tuple(values.shape)} and "
-            f"{targets.dtype} {tuple(targets.shape)}."
-        )
-    if bool(values.isnan().any()):
-        raise PatchbayesError(f"{where}: {int(values.isnan().sum())} of the {kind} are not a number.")
-    if targets.numel() and not bool(((targets >= 0) & (targets < values.shape[1])).all()):
-        raise PatchbayesError(
-            f"{where}: the classes are 0 to {values.shape[1] - 1}; given were numbers from {int(targets.min())} to "
-            f"{int(targets.max())}."
-        )
-    return targets.detach().long()

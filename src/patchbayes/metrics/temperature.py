@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ..errors import PatchbayesError
-from .checks import check_examples, checked_log_probs
+from .checks import check_examples, checked_classes
 
 _LEAST = 0.01  # temperatures are looked for between this and its inverse
 
@@ -18,8 +18,13 @@ def fit_temperature(log_probs: Tensor, targets: Tensor) -> float:
     nothing about the labels or the opposite (T = 100).
     """
     check_examples("fit_temperature", targets)
-    scores = log_probs.double() - log_probs.double().amax(1, keepdim=True) if log_probs.dim() == 2 else log_probs
-    scores, targets = checked_log_probs("fit_temperature", scores, targets)
+    targets = checked_classes("fit_temperature", "log-probabilities", log_probs, targets)
+    scores = log_probs.detach().double()
+    scores = scores - scores.amax(1, keepdim=True)
+    if bool(scores.isnan().any()):
+        raise PatchbayesError(
+            "fit_temperature: the largest log-probability of an example is finite; some here are not."
+        )
     chosen = scores.gather(1, targets.unsqueeze(1)).mean()
     if not bool(chosen.isfinite()):
         raise PatchbayesError(

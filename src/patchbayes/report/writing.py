@@ -73,7 +73,7 @@ def _render(name: str, title: str, comparisons: Sequence[Comparison]) -> str:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise PatchbayesError(
-            f"write_report: the HTML report needs {error.name}, which is not installed; install patchbayes[report]."
+            f"write_report: the HTML report needs {error.name}, which is not installed; install patchbayes[cli]."
         ) from error
     from .page import page
 
