@@ -2,7 +2,10 @@
 
 import json
 import random
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -207,3 +210,26 @@ def test_a_used_folder_and_another_configuration_are_refused(begun, table):
     folder, _ = begun
     assert "holds a run already" in command("train", folder, *basis(table), code=1).err
     assert "epochs was 2, is 5" in command("train --resume --epochs 5", folder, code=1).err
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_saves_the_run_and_is_told_by_the_exit_code(number, code, tmp_path):
+    words = ["train", "run", "--data", "digits", "--model", "small_cnn", "--epochs", "500", "--batch-size", "400"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "patchbayes", *words], cwd=tmp_path, stderr=subprocess.PIPE, text=True
+    )
+    history = tmp_path / "run" / "metrics.jsonl"
+    while not (history.exists() and history.stat().st_size) and process.poll() is None:
+        time.sleep(0.05)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == code, said
+    assert "--resume" in said or "resume=True" in said
+    assert "Traceback" not in said
+    assert (tmp_path / "run" / "last.safetensors").exists()
+
+
+def test_resuming_what_was_killed_before_it_began_starts_it(tmp_path):
+    line = "train --data digits --model small_cnn --epochs 1 --resume"
+    command(line, tmp_path / "run")
+    assert (tmp_path / "run" / "last.safetensors").exists()

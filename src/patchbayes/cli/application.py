@@ -49,7 +49,7 @@ def options(
 
 
 def run() -> None:
-    """Run the command. Exit codes: 0 done, 1 the work failed, 2 the command was not understood, 130 interrupted."""
+    """Run the command. Exit codes: 0 done, 1 the work failed, 2 the command was not understood, 128 + n signal n."""
     from ..errors import PatchbayesError
 
     if hasattr(signal, "SIGPIPE"):
@@ -66,4 +66,5 @@ def run() -> None:
         known = isinstance(error, PatchbayesError | OSError | ImportError)
         more = "" if known else f" ({type(error).__name__}; patchbayes --debug ... shows where)"
         typer.echo(f"patchbayes: {str(error) or 'failed'}{more}", err=True)
-        sys.exit(1)
+        stopped_by = getattr(error, "signal_number", None)  # of TrainingInterrupted
+        sys.exit(1 if stopped_by is None else 128 + stopped_by)

@@ -109,7 +109,7 @@ def train(
         "data_dir": None if data_dir is None else str(data_dir),
     }  # fmt: skip
     chosen: dict[str, Any] = {}
-    if resume:
+    if resume and ((folder / "config.json").exists() or data is None):  # killed before it began: the options tell
         begun = RunFolder.open(folder)
         if begun.kind != "train":
             raise PatchbayesError(f"{folder} is the run of a {begun.kind}; only a training can be resumed.")

@@ -23,7 +23,7 @@ _STUDIES: Mapping[Scale, Study] = {
     ),
     "small": Study(
         "cifar100", "small_cnn", _METHODS, 3,
-        {"epochs": 8, "batch_size": 128, "objective": "simplified", "lr": 0.002, "held_out": 0.0, "threads": 1, "report_epochs": 8},
+        {"epochs": 8, "batch_size": 128, "objective": "simplified", "lr": 0.002, "held_out": 0.0, "report_epochs": 8},
         note="small_cnn instead of PyramidNet, 8 epochs instead of 400",
     ),
     "paper": Study(
