@@ -43,8 +43,8 @@ def bayesianize(
     """Turn a trained network into a Bayesian one.
 
     The network itself is not trained again: the chosen layers get K components around the trained values; only these are
-    trained, for a part of an epoch, and how far they spread is chosen on held-out data. The result is a patch file a few percent
-    of a large network's size, in a run folder that points to the checkpoint: keep both. Without --held-out a documented
+    trained, for a part of an epoch, and how far they spread is chosen on held-out data. The result is a patch file, a few
+    percent of a large network's size, in a run folder that points to the checkpoint: keep both. Without --held-out a documented
     default jitter is taken, and the command says so.
 
     \b

@@ -104,7 +104,7 @@ def _evaluated(study: Study, setting: Setting, folders: Sequence[Path]) -> list[
     records = evaluate(runs, options, setting.say)
     for folder, record in zip(folders, records, strict=True):
         write_evaluation(folder, record)
-    return records
+    return [read_evaluation(folder) for folder in folders]
 
 
 def _kept(record: Mapping[str, Any]) -> dict[str, Any]:
