@@ -188,6 +188,6 @@ def test_image_experiments_at_smoke_scale(name, tmp_path):
             assert (one["draws_curve"] is None) == (one["method"] == "vanilla")
     if name == "imagenet":
         assert result["methods"]["vanilla"][0]["corruptions"]["mce"] == pytest.approx(100)
-    began = (tmp_path / "work" / f"{name}-smoke" / "vanilla-0" / "metrics.jsonl").stat().st_mtime_ns
+    began = (tmp_path / "work" / f"{name}-smoke" / "vanilla-0" / "last.safetensors").stat().st_mtime_ns
     assert reproduce(found, "smoke", setting, tmp_path)["result"] == result  # goes on from its run folders
-    assert (tmp_path / "work" / f"{name}-smoke" / "vanilla-0" / "metrics.jsonl").stat().st_mtime_ns == began
+    assert (tmp_path / "work" / f"{name}-smoke" / "vanilla-0" / "last.safetensors").stat().st_mtime_ns == began
