@@ -54,6 +54,9 @@ def demo(
     from ..report import write_report
     from ..training import RunFolder
 
+    import torch
+
+    torch.set_num_threads(1)  # the networks are small
     began = time.perf_counter()
     folders = {(name, seed): folder / f"{name}-{seed}" for name in _METHODS for seed in range(seeds)}
     _train_all(folders, epochs)
