@@ -50,11 +50,11 @@ def demo(
     patchbayes demo
     patchbayes demo /tmp/demo --seeds 5
     """
+    import torch
+
     from ..evaluation import Evaluating, evaluate, write_evaluation
     from ..report import write_report
     from ..training import RunFolder
-
-    import torch
 
     torch.set_num_threads(1)  # the networks are small
     began = time.perf_counter()
