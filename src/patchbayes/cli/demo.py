@@ -35,7 +35,7 @@ _COLUMNS: dict[str, Callable[[dict[str, Any]], float]] = {
 
 def demo(
     folder: Annotated[Path, typer.Argument(help="Where the runs and the report go.")] = Path("patchbayes-demo"),
-    seeds: Annotated[int, typer.Option(min=1, help="Networks trained for each method.")] = 3,
+    seeds: Annotated[int, typer.Option(min=1, help="Networks trained for each method.")] = 5,
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the 809 training images.")] = 30,
     corruption_examples: Annotated[int, typer.Option(min=1, help="Test images of each corruption and severity.")] = 60,
     as_json: Annotated[bool, typer.Option("--json", help="Print the evaluations as JSON.")] = False,
@@ -48,7 +48,7 @@ def demo(
 
     \b
     patchbayes demo
-    patchbayes demo /tmp/demo --seeds 5
+    patchbayes demo /tmp/demo --seeds 3
     """
     import torch
 
