@@ -18,7 +18,7 @@ from .execution import Execution, Results, num_values, out_of_memory, tensors_in
 from .forms import Form, Itinerary, look_up
 from .loop import Outputs, check_finite, loop
 from .memory import default_memory_limit
-from .plan import Plan, StagePlan
+from .plan import Plan
 from .schedule import Chunk
 
 _PICKING = (
@@ -158,7 +158,7 @@ class Engine:
 
         results = min(len(itinerary.walk.order), MOST).bit_length()
         likeness = tuple(_like(tensor) for tensor in tensors_in(arguments))
-        key = (likeness, torch.get_num_threads(), results, id(itinerary.graph))
+        key = (likeness, torch.get_num_threads(), results, itinerary.joined)
         known = form.settings.get(key)
         if known is None or (known.limited is not None and self.memory_limit > 2 * known.limited):
             calibration = Calibration(start, itinerary.schedule, self.memory_limit)
@@ -173,16 +173,7 @@ class Engine:
         if form.traced is None:
             together = size > 1 and not itinerary.graph.stages[0].apart
             plan.engine, plan.fallback = "vmap" if together else "loop", form.reason
-        names = [site.name for site in self.network.sites]
-        plan.stages = [
-            StagePlan(
-                tuple(names[n] for n in form.sites if n in sites),
-                operations,
-                walk.distinct[sites],
-                form.flops.get(sites, 0),
-            )
-            for sites, operations in form.operations.items()
-        ]
+        plan.stages = list(itinerary.stages)
         plan.evaluated = [0] * len(plan.stages)
 
 

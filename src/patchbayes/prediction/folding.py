@@ -21,6 +21,7 @@ from ..posteriors.mixture import MixturePosterior
 _PER_WEIGHT = 4
 _PER_CALL = 100_000
 
+_NORMS = (nn.BatchNorm2d.forward, nn.SyncBatchNorm.forward)  # in evaluation mode the second is the first
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
@@ -122,7 +123,7 @@ def _is_drawn_norm(node: fx.Node, modules: dict[str, Any]) -> bool:
         return False
     module = modules[str(node.target)]
     site = vars(module).get("_patchbayes_site")
-    if type(module).forward is not nn.BatchNorm2d.forward or "forward" in vars(module) or not isinstance(site, Site):
+    if type(module).forward not in _NORMS or "forward" in vars(module) or not isinstance(site, Site):
         return False
     method = site.method
     plain = not getattr(method, "per_example", False) and getattr(method, "statistics", "shared") == "shared"

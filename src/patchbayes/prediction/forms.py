@@ -18,25 +18,32 @@ from ..selection import call
 from .calibration import Setting
 from .execution import tensors_in
 from .graph import Sites, Stage, StageGraph, cut, stage_keys
+from .plan import StagePlan
 from .recording import Recordings
 from .schedule import Schedule
 from .tracing import Traced, Untraceable, trace
 from .walk import Assignments, Walk, plan_walk
 
 _SEVERAL = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-_FORMS = 16  # remembered for a network
+_FORMS = 16  # remembered for a network, and ways to join its stages for a form
 _ITINERARIES = 4  # remembered for a form
 
 
 @dataclass
 class Itinerary:
-    """Given draws on their way through the stages of a network."""
+    """Given draws on their way through the stages of a network.
+
+    joined   for each set of sites, the number of the stage that it went into.
+    stages   what the plan says about each set of sites.
+    """
 
     walk: Walk
+    joined: tuple[int, ...]
     graph: StageGraph
     schedule: Schedule
     assignments: Assignments
     recordings: Recordings
+    stages: list[StagePlan]
 
 
 @dataclass
@@ -94,7 +101,7 @@ class Form:
     @property
     def finest(self) -> StageGraph:
         """The stages with nothing joined."""
-        return self._graph({sites: number for number, sites in enumerate(self.operations)})
+        return self._graph(tuple(range(len(self.operations))))
 
     def itinerary(self, draws: Draws, limit: int) -> Itinerary:
         """How these draws go through the network; what was drawn is kept in `limit` bytes."""
@@ -102,41 +109,66 @@ class Form:
         known = self._itineraries.pop(key, None)
         if known is None:
             walk = plan_walk(self.operations, self.result, self.sites, self.network, draws, limit)
-            graph = self._graph(self._joined(walk))
-            assignments = Assignments(draws, walk.order, self.network.device, 2 ** limit.bit_length() // 2)
-            known = Itinerary(walk, graph, Schedule(graph, walk), assignments, Recordings(self.model))
-            if len(self._itineraries) >= _ITINERARIES:
-                del self._itineraries[next(iter(self._itineraries))]
+            joined = self._joined(walk)
+            graph = self._graph(joined)
+            known = Itinerary(
+                walk,
+                joined,
+                graph,
+                Schedule(graph, walk),
+                Assignments(draws, walk.order, self.network.device, 2 ** limit.bit_length() // 2),
+                Recordings(self.model),
+                self._described(walk),
+            )
+            _make_room(self._itineraries, _ITINERARIES)
         self._itineraries[key] = known  # the latest come last
         return known
+
+    def _described(self, walk: Walk) -> list[StagePlan]:
+        names = [(number, self.network.sites[number].name) for number in self.sites]
+        return [
+            StagePlan(
+                tuple(name for number, name in names if number in sites),
+                operations,
+                walk.distinct[sites],
+                self.flops.get(sites, 0),
+            )
+            for sites, operations in self.operations.items()
+        ]
 
     def forget_itineraries(self) -> None:
         """After `joins` has changed."""
         self._itineraries.clear()
 
-    def _joined(self, walk: Walk) -> dict[Sites, int]:
+    def _joined(self, walk: Walk) -> tuple[int, ...]:
         """A number for each set of sites, equal for those that tell the same draws apart."""
         noisy = {number for number, site in enumerate(self.network.sites) if site.posterior.unbounded}
         numbers: dict[Hashable, int] = {}
-        joined = {}
+        joined = []
         for sites in self.operations:
             alike: Hashable = (walk.likes[sites].tobytes(), bool(sites & noisy)) if self.joins else sites
-            joined[sites] = numbers.setdefault(alike, len(numbers))
-        return joined
+            joined.append(numbers.setdefault(alike, len(numbers)))
+        return tuple(joined)
 
-    def _graph(self, joined: dict[Sites, int]) -> StageGraph:
+    def _graph(self, joined: tuple[int, ...]) -> StageGraph:
         if self.whole is not None:
             return self.whole
         assert self.traced is not None
-        form = tuple(joined.values())
-        if form not in self._graphs:
-            graph = cut(self.traced, joined)
+        if joined not in self._graphs:
+            graph = cut(self.traced, dict(zip(self.operations, joined, strict=True)))
             for stage in graph.stages:
                 stage.apart = _is_noisy(self.network, stage)
                 if self.compile:
                     stage.run = torch.compile(stage.run_many)
-            self._graphs[form] = graph
-        return self._graphs[form]
+            _make_room(self._graphs, _FORMS)
+            self._graphs[joined] = graph
+        return self._graphs[joined]
+
+
+def _make_room(remembered: dict[Any, Any], most: int) -> None:
+    """Forget the eldest of what is remembered, if there are too many."""
+    if len(remembered) >= most:
+        del remembered[next(iter(remembered))]
 
 
 def _whole(model: nn.Module, network: Network) -> StageGraph:
@@ -165,8 +197,7 @@ def look_up(model: nn.Module, network: Network, inputs: Any, compile: bool) -> t
     key = (structure, id(network.layout), bound is None, tuple(arguments), repr(constants), compile)
     remembered: _Remembered = vars(network).setdefault("_forms", _Remembered())
     if key not in remembered:
-        if len(remembered) >= _FORMS:  # attributes that change with every call would fill the memory with graphs
-            del remembered[next(iter(remembered))]
+        _make_room(remembered, _FORMS)  # attributes that change with every call would fill the memory with graphs
         remembered[key] = Form.of(model, network, None if bound is None else constants, compile)
     form = remembered[key]
     return form, {"inputs": inputs} if form.traced is None else arguments

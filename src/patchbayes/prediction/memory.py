@@ -2,6 +2,7 @@
 
 import functools
 import os
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -57,13 +58,17 @@ def _storages(values: Any) -> list[torch.UntypedStorage]:
 
 
 def default_memory_limit(device: torch.device | None) -> int:
-    """A quarter of the memory that is free on the device."""
+    """A quarter of the memory that is free on the device, looked up at most once a second."""
+    return int(_SHARE_OF_FREE_MEMORY * _free_memory(device, int(time.monotonic())))
+
+
+@functools.lru_cache(maxsize=1)
+def _free_memory(device: torch.device | None, _second: int) -> int:
     if device is not None and device.type == "cuda":
-        return int(_SHARE_OF_FREE_MEMORY * torch.cuda.mem_get_info(device)[0])
+        return torch.cuda.mem_get_info(device)[0]
     information = Path("/proc/meminfo")
     if information.exists():
         for line in information.read_text().splitlines():
             if line.startswith("MemAvailable"):
-                return int(_SHARE_OF_FREE_MEMORY * 1024 * int(line.split()[1]))
-    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 2**32
-    return int(_SHARE_OF_FREE_MEMORY * pages)
+                return 1024 * int(line.split()[1])
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 2**32

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from ..draws import Draws
 
 
-@dataclass
+@dataclass(frozen=True)
 class StagePlan:
     """Operations that depend on the same sites: needed for `distinct` assignments instead of once for every draw.
 
@@ -56,8 +56,11 @@ class Plan:
 
     @property
     def work(self) -> float:
-        """Arithmetic that was done, as a fraction of one whole pass for each draw: 1 for the loop."""
-        return self._share(self.evaluated)
+        """Arithmetic of this plan as a fraction of one whole pass for each draw: 1 for the loop.
+
+        The floor, or more where memory did not allow to keep what was needed again.
+        """
+        return max(self.floor, self._share(self.evaluated))
 
     @property
     def floor(self) -> float:
