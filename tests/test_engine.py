@@ -1,7 +1,9 @@
 """The engine gives the loop's numbers on the same draws, whatever the network, the chunks and the limits."""
 
 import copy
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -11,9 +13,8 @@ import patchbayes as pb
 from patchbayes.draws import network_of
 from patchbayes.errors import PatchbayesError, TooManyOutcomes
 from patchbayes.nets import cifar_resnet20, mlp, small_cnn
-from patchbayes.prediction import engine as engine_module
-from patchbayes.prediction.execution import Execution, plan_walk
-from patchbayes.prediction.graph import trace
+from patchbayes.prediction import forms
+from patchbayes.prediction.execution import Execution
 from zoo import ZOO
 
 METHODS = {
@@ -25,6 +26,11 @@ METHODS = {
     "mean_field": pb.MeanField(0.3),
     "dropout": pb.Dropout(0.3),
 }
+
+
+def forms_of(model):
+    """What is remembered about a network."""
+    return list(vars(network_of(model)).get("_forms", {}).values())
 
 
 def both(entry, model, inputs, draws, **options):
@@ -70,7 +76,11 @@ def test_the_plan_counts_distinct_prefixes():
     expected = [1] + [len({tuple(row[:depth].tolist()) for row in rows}) for depth in (1, 2, 3)]
     assert [stage.distinct for stage in plan.stages] == expected == [1, 3, 9, 27]
     assert plan.networks == 27
-    assert plan.work < 0.1
+    assert plan.work == plan.floor < 0.1
+    flops = [stage.flops for stage in plan.stages]
+    by_hand = sum(cost * times for cost, times in zip(flops, [1, 3, 9, 27], strict=True)) / (200 * sum(flops))
+    assert plan.floor == pytest.approx(by_hand)
+    assert pb.predict(model, x, draws, engine="loop").plan.floor == 1.0
     text = str(plan)
     assert "200 draws (iid), 27 distinct networks" in text
     assert "no site" in text
@@ -97,8 +107,8 @@ def test_nothing_is_computed_twice():
     x = torch.rand(5, 3)
     draws = pb.Draws.sample(model, 50)
     pb.predict(model, x, draws)  # traces, checks and calibrates
-    known = next(iter(engine_module._known[network_of(model)].values()))
-    known.chunk = dict.fromkeys(known.chunk, 1)
+    for setting in forms_of(model)[0].settings.values():
+        setting.size = 1
     for counter in counters:
         counter.calls = 0
     pb.predict(model, x, draws)
@@ -114,16 +124,16 @@ def test_any_chunk_gives_the_same_numbers(method, chunk):
     draws = pb.Draws.sample(model, 23)
     x = torch.rand(3, 1, 8, 8, dtype=torch.float64)
     with torch.no_grad():
-        graph = trace(model, network, {})
-        walk = plan_walk(graph, network, draws)
-        execution = Execution(graph, network, draws, walk, {graph.argument_names[0]: x}, torch.arange(3))
+        form, arguments = forms.look_up(model, network, x, compile=False)
+        way = form.itinerary(draws, 2**20)
+        execution = Execution(way.graph, network, way.assignments, arguments, torch.arange(3))
         found = {}
-        for start in range(0, len(walk.order), chunk):
-            stop = min(start + chunk, len(walk.order))
-            for members, result in zip(walk.members[start:stop], execution.chunk(start, stop), strict=True):
-                found |= {draw: result.output(0) for draw in members}
-        assert execution.fold
-        assert not any(execution.kept)
+        for part in way.schedule.chunks(chunk, frozenset(range(len(way.graph.stages)))):
+            results = execution.chunk(part)
+            assert len(results) == len(part.members) <= chunk
+            found |= {draw: results.one(n) for n, members in enumerate(part.members) for draw in members}
+        assert not any(stage.apart for stage in way.graph.stages)
+        assert not execution.blocks
         for draw in range(23):
             with pb.drawn(model, draws[draw]):
                 torch.testing.assert_close(found[draw], model(x), rtol=1e-10, atol=1e-12)
@@ -135,14 +145,28 @@ def test_one_path_of_the_tree_is_kept_at_a_time():
     network = network_of(model)
     draws = pb.Draws.sample(model, 60)
     with torch.no_grad():
-        graph = trace(model, network, {})
-        walk = plan_walk(graph, network, draws)
-        execution = Execution(
-            graph, network, draws, walk, {graph.argument_names[0]: torch.rand(2, 3, 8, 8)}, torch.arange(2)
-        )
-        for place in range(len(walk.order)):
-            execution.chunk(place, place + 1)
-            assert all(len(entries) <= 1 for entries in execution.kept)
+        form, arguments = forms.look_up(model, network, torch.rand(2, 3, 8, 8), compile=False)
+        way = form.itinerary(draws, 2**20)
+        execution = Execution(way.graph, network, way.assignments, arguments, torch.arange(2))
+        everything = frozenset(range(len(way.graph.stages)))
+        held = []
+        for part in way.schedule.chunks(1, everything):
+            execution.chunk(part)
+            held.append(len(execution.blocks))
+        assert max(held) == max(way.schedule.alive) * (len(everything) - 1) == len(everything) - 1
+        assert held[-1] == 0
+
+
+def test_stages_that_tell_the_same_draws_apart_are_joined():
+    """ECMP draws differ from the first site on: after the prefix, one stage is left, and the plan still lists all."""
+    model = cifar_resnet20(7)
+    pb.patch_(model, pb.ECMP(3))
+    plan = pb.predict(model, torch.rand(2, 3, 8, 8), pb.Draws.sample(model, 6)).plan
+    (form,) = forms_of(model)
+    (way,) = form._itineraries.values()
+    assert [len(stage.keys) for stage in way.graph.stages] == [1, len(plan.stages) - 1]
+    assert {stage.distinct for stage in plan.stages[1:]} == {6}
+    assert len(plan.stages) > 20
 
 
 def test_stages_that_change_their_inputs_in_place_are_found():
@@ -169,27 +193,6 @@ def test_stages_that_change_their_inputs_in_place_are_found():
     fast, slow = pb.predict(model, x, draws), pb.predict(model, x, draws, engine="loop")
     assert_same(fast, slow, 1e-12)
     assert fast.plan.engine == "stages"
-
-
-def test_a_network_that_cannot_be_traced_goes_through_the_loop_and_says_why():
-    class Branching(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm, self.fc = nn.LayerNorm(3), nn.Linear(3, 2)
-
-        def forward(self, x):
-            y = self.norm(x)
-            return self.fc(y) if y.sum() > 0 else self.fc(-y)
-
-    model = Branching()
-    pb.patch_(model, pb.EMP(3, jitter=0.5))
-    x = torch.randn(4, 3)
-    draws = pb.Draws.sample(model, 5)
-    fast = pb.predict(model, x, draws)
-    assert fast.plan.engine == "loop"
-    assert "cannot be traced" in fast.plan.fallback
-    assert fast.plan.fallback in str(fast.plan)
-    assert_same(fast, pb.predict(model, x, draws, engine="loop"), 1e-12)
 
 
 def test_a_part_that_cannot_be_traced_is_run_whole():
@@ -312,13 +315,95 @@ def test_attributes_that_the_forward_reads_are_part_of_the_traced_form():
     assert_same(pb.predict(model, x, draws), pb.predict(model, x, draws, engine="loop"), 1e-6)
 
 
+class OwnParameter(nn.Module):
+    """The root holds a parameter and a buffer of its own, beside modules."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.fc = nn.LayerNorm(3), nn.Linear(3, 2)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.register_buffer("shift", torch.zeros(()))
+        self.table = [1.0]
+
+    def forward(self, x):
+        return self.fc(self.norm(x)) * self.scale * self.table[0] + self.shift * torch.arange(2)
+
+
+def replace_parameter(model):
+    model.scale = nn.Parameter(torch.tensor(5.0))
+
+
+def replace_buffer(model):
+    model.shift = torch.tensor(5.0)
+
+
+def assign_state(model):
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(state | {"scale": torch.tensor(5.0)}, assign=True)
+
+
+def replace_list(model):
+    model.table = [5.0]
+
+
+def change_in_place(model):
+    with torch.no_grad():
+        model.shift += 5.0
+
+
+def hook_the_root(model):
+    model.register_forward_hook(lambda module, args, output: 5 * output)
+
+
+def hook_a_part(model):
+    model.fc.register_forward_pre_hook(lambda module, args: (5 * args[0],))
+
+
+CHANGES = [
+    replace_parameter,
+    replace_buffer,
+    assign_state,
+    replace_list,
+    change_in_place,
+    hook_the_root,
+    hook_a_part,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_what_is_replaced_after_the_first_prediction_is_followed(change):
+    model = OwnParameter()
+    pb.patch_(model, pb.EMP(3, jitter=0.5))
+    x = torch.randn(4, 3)
+    draws = pb.Draws.sample(model, 9)
+    before = pb.predict(model, x, draws)
+    assert before.plan.engine == "stages"
+    change(model)
+    after = pb.predict(model, x, draws)
+    assert_same(after, pb.predict(model, x, draws, engine="loop"), 1e-6)
+    assert not torch.allclose(after.probs, before.probs)
+
+
+def test_what_is_remembered_goes_with_the_network():
+    def predicted():
+        model = small_cnn(size=8)
+        pb.patch_(model, pb.EMP(3))
+        pb.predict(model, torch.rand(2, 1, 8, 8), 6)
+        return len(forms_of(model)), len(forms_of(copy.deepcopy(model))), weakref.ref(network_of(model))
+
+    own, copied, network = predicted()
+    assert (own, copied) == (1, 0)  # a copy has modules of its own
+    gc.collect()
+    assert network() is None
+
+
 def test_attributes_that_change_with_every_call_do_not_fill_the_memory():
     model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
     pb.patch_(model, pb.EMP(3))
-    for number in range(2 * engine_module._FORMS):
+    for number in range(2 * forms._FORMS):
         model.calls = number
         pb.predict(model, torch.randn(2, 3), pb.Draws.sample(model, 4))
-    assert len(engine_module._known[network_of(model)]) == engine_module._FORMS
+    assert len(forms_of(model)) == forms._FORMS
 
 
 # ---- exact when it can be
@@ -504,89 +589,6 @@ def test_stratified_draws_are_the_default_and_iid_is_the_papers():
         pb.predict(model, x, 6, sampling="sobol")
     with pytest.raises(PatchbayesError, match="engine"):
         pb.predict(model, x, 6, engine="warp")
-
-
-def test_a_memory_limit_keeps_draws_apart(monkeypatch):
-    model = small_cnn(size=8)
-    pb.patch_(model, pb.ECMP(3))
-    x = torch.rand(2, 1, 8, 8)
-    draws = pb.Draws.sample(model, 40)
-    sizes = []
-    plain = Execution.chunk
-
-    def watched(self, start, stop):
-        sizes.append(stop - start)
-        return plain(self, start, stop)
-
-    monkeypatch.setattr(Execution, "chunk", watched)
-    monkeypatch.setattr(engine_module, "_WORTH_FOLDING", math.inf)
-    free = pb.predict(model, x, draws)
-    assert max(sizes) > 1
-    sizes.clear()
-    tight = pb.predict(model, x, draws, memory_limit=1)
-    assert set(sizes) == {1}
-    torch.testing.assert_close(free.probs, tight.probs)
-
-
-def test_running_out_of_memory_halves_the_chunk(monkeypatch):
-    model = small_cnn(size=8)
-    pb.patch_(model, pb.ECMP(3))
-    x = torch.rand(2, 1, 8, 8)
-    draws = pb.Draws.sample(model, 40)
-    plain = Execution.chunk
-    refused = []
-
-    def narrow(self, start, stop):
-        if stop - start > 4:
-            refused.append(stop - start)
-            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-        return plain(self, start, stop)
-
-    monkeypatch.setattr(engine_module, "_WORTH_FOLDING", math.inf)
-    pb.predict(model, x, draws)  # calibrates
-    known = next(iter(engine_module._known[network_of(model)].values()))
-    known.chunk = dict.fromkeys(known.chunk, 16)
-    monkeypatch.setattr(Execution, "chunk", narrow)
-    assert_same(pb.predict(model, x, draws), pb.predict(model, x, draws, engine="loop"), 1e-5)
-    assert refused == [16, 8]
-
-
-def test_the_chunk_is_what_was_fastest_and_a_repeated_prediction_is_the_same_to_the_bit(monkeypatch):
-    model = small_cnn(size=8)
-    pb.patch_(model, pb.ECMP(3))
-    x = torch.rand(2, 1, 8, 8)
-    clock = iter(range(10**6))
-    speed = {1: 100, 16: 20, 64: 30}  # of one draw
-    plain, sizes = Execution.chunk, []
-
-    def watched(self, start, stop):
-        sizes.append(stop - start)
-        return plain(self, start, stop)
-
-    def now():
-        return next(clock) * 1e-9 + sum(size * speed.get(size, 0) * 1e-6 for size in sizes)
-
-    monkeypatch.setattr(Execution, "chunk", watched)
-    monkeypatch.setattr(engine_module.time, "perf_counter", now)
-    draws = pb.Draws.sample(model, 130)
-    first = pb.predict(model, x, draws)
-    assert first.plan.chunk == 130 % 16 or first.plan.chunk == 16
-    assert sizes.count(16) == 1 + 130 // 16
-    sizes.clear()
-    second = pb.predict(model, x, draws)
-    assert sizes == [16] * 8 + [2]
-    assert torch.equal(first.probs, second.probs)
-
-
-@pytest.mark.slow
-def test_compiled_stages_give_the_same_numbers():
-    model = small_cnn(size=8)
-    pb.patch_(model, pb.EMP(3, jitter=0.5))
-    x = torch.rand(2, 1, 8, 8)
-    draws = pb.Draws.sample(model, 12)
-    fast = pb.predict(model, x, draws, compile=True)
-    assert fast.plan.engine == "stages"
-    assert_same(fast, pb.predict(model, x, draws, engine="loop"), 1e-5)
 
 
 def test_thread_counts_do_not_matter():

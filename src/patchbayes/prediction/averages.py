@@ -6,8 +6,8 @@ from torch import Tensor
 from ..draws import Draws
 from ..errors import PatchbayesError
 from ..likelihoods import Categorical, Gaussian, Likelihood
-from .loop import Outputs
-from .moments import MonteCarloMean
+from .loop import Members, Outputs
+from .moments import Moments, MonteCarloMean
 from .plan import Plan
 from .prediction import ClassPrediction, RegressionPrediction
 
@@ -22,7 +22,7 @@ def average(
 
 
 def _classes(outputs: Outputs, draws: Draws, likelihood: Categorical, keep: bool, plan: Plan) -> ClassPrediction:
-    probs, entropy = MonteCarloMean(draws), MonteCarloMean(draws)
+    probs, entropy = MonteCarloMean(draws), Moments()
     log_mean = torch.full((), -torch.inf)  # beside the mean, since probabilities may underflow
     kept = _Kept(draws) if keep else None
     dtype = torch.float32
@@ -30,9 +30,9 @@ def _classes(outputs: Outputs, draws: Draws, likelihood: Categorical, keep: bool
         dtype = torch.promote_types(values.dtype, torch.float32)
         log_probs = likelihood.log_probs(values.to(accumulator(values)), lead=1)
         draw_probs = log_probs.exp()
-        probs.add(members, draw_probs)
-        entropy.add(members, torch.special.entr(draw_probs).sum(-1))
         weights = probs.weights_of(members).to(log_probs)
+        probs.add(members, draw_probs, weights)
+        entropy.add(torch.special.entr(draw_probs).sum(-1), weights)
         log_weights = weights.log().reshape(-1, *[1] * (log_probs.dim() - 1))
         log_mean = torch.logaddexp(log_mean.to(log_probs), torch.logsumexp(log_probs + log_weights, dim=0))
         if kept is not None:
@@ -53,7 +53,7 @@ def _classes(outputs: Outputs, draws: Draws, likelihood: Categorical, keep: bool
 
 
 def _means(outputs: Outputs, draws: Draws, likelihood: Gaussian, keep: bool, plan: Plan) -> RegressionPrediction:
-    means, products = MonteCarloMean(draws), MonteCarloMean(draws)
+    means, products = MonteCarloMean(draws), Moments()
     kept = _Kept(draws) if keep else None
     dtype, origin = torch.float32, None
     for members, values in outputs:
@@ -66,9 +66,10 @@ def _means(outputs: Outputs, draws: Draws, likelihood: Gaussian, keep: bool, pla
             )
         wide = values.to(accumulator(values))
         origin = wide[0] if origin is None else origin
-        means.add(members, wide)
+        weights = means.weights_of(members).to(wide)
+        means.add(members, wide, weights)
         centered = wide - origin  # shifted by the first draw, so that products do not cancel
-        products.add(members, centered.unsqueeze(-1) * centered.unsqueeze(-2))
+        products.add(centered.unsqueeze(-1) * centered.unsqueeze(-2), weights)
         if kept is not None:
             kept.add(members, values.to(dtype))
     assert origin is not None
@@ -96,7 +97,7 @@ class _Kept:
         self.number = len(draws)
         self.values: Tensor | None = None
 
-    def add(self, members: list[list[int]], values: Tensor) -> None:
+    def add(self, members: Members, values: Tensor) -> None:
         if self.values is None:
             self.values = torch.empty(self.number, *values.shape[1:], dtype=values.dtype, device=values.device)
         for some, value in zip(members, values, strict=True):

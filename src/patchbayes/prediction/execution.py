@@ -1,9 +1,7 @@
-"""Running the stages of a network for many draws: every value once for each distinct assignment of its sites.
+"""Running the stages of a network for many draws, as the schedule says.
 
-The draws are put in lexicographic order of their assignments, sites in the order of execution, and the stages of the network
-(`graph.py`) are computed chunk by chunk of draws; a stage's value is kept only while a later chunk needs it. That walks the
-tree of distinct prefixes depth first: memory holds one path, not the tree. Within a chunk, the distinct assignments of a stage
-are computed together (`torch.func.vmap`).
+The assignments of one step are computed together (`torch.func.vmap`) where their number is above one and the stage allows
+it, else one after the other.
 """
 
 from dataclasses import dataclass
@@ -13,220 +11,170 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..draws import Draws
 from ..layout import Drawn
 from ..network import Network, hold
-from ..posteriors.posterior import Posterior
-from .graph import Stage, StageGraph, clone_tensors
+from .graph import Stage, StageGraph
+from .schedule import Chunk, Fetch, Step
+from .walk import Assignments
 
-_FEW_GROUPS = 256  # a site with more draw groups practically never repeats an assignment
-
-
-@dataclass
-class Walk:
-    """How a set of draws goes through the stages.
-
-    order      draw numbers in lexicographic order, one for each distinct result.
-    members    the draws that share the result of each entry of `order`.
-    keys       for each stage, the assignment number of each draw, (S,).
-    distinct   for each stage, how many assignments there are.
-    """
-
-    order: list[int]
-    members: list[list[int]]
-    keys: list[list[int]]
-    distinct: list[int]
-
-
-def plan_walk(graph: StageGraph, network: Network, draws: Draws) -> Walk:
-    """Sort the draws and number the distinct assignments of every stage."""
-    identities = {number: _identities(network.sites[number].posterior, draws) for number in graph.sites}
-    columns = [identities[number] for number in graph.sites]
-    keys, distinct = [], []
-    for stage in graph.stages:
-        mine = [identities[number] for number in stage.sites]
-        keys.append(_numbered(list(zip(*mine, strict=True)) if mine else [()] * len(draws)))
-        distinct.append(max(keys[-1]) + 1)
-    by_result: dict[int, list[int]] = {}
-    for draw, key in enumerate(keys[graph.result]):
-        by_result.setdefault(key, []).append(draw)
-    members = sorted(by_result.values(), key=lambda some: [column[some[0]] for column in columns])
-    return Walk([some[0] for some in members], members, keys, distinct)
-
-
-def _identities(posterior: Posterior, draws: Draws) -> list[int]:
-    """A number for each draw, equal for two draws exactly when the site has the same value in both."""
-    groups = sum(span.length for span in posterior.spans) or (1 if posterior.networkwide else 0)
-    if posterior.unbounded or groups > _FEW_GROUPS:
-        if posterior.offset in draws.head_groups:
-            return list(range(len(draws)))
-        return _numbered(draws.keys().tolist())
-    if not groups:
-        return [0] * len(draws)
-    rows = draws.assignments(posterior.offset, posterior.offset + groups)
-    return _numbered([row.tobytes() for row in rows.numpy()])
-
-
-def _numbered(values: list[Any]) -> list[int]:
-    """Equal values get equal numbers, in the order of appearance."""
-    seen: dict[Any, int] = {}
-    return [seen.setdefault(value, len(seen)) for value in values]
+_NO_VMAP = (RuntimeError, ValueError, NotImplementedError, TypeError)  # what vmap says to operations that it cannot do
 
 
 @dataclass
-class _Entry:
-    """The outputs of a stage for one assignment: entry `index` of tensors with a leading axis, or (None) as they are."""
+class Block:
+    """The outputs of a stage for n assignments: tensors with a leading axis of n, or (apart) a list of n outputs."""
 
-    values: tuple[Any, ...]
-    index: int | None
-    size: int
+    values: Any
+    apart: bool
 
-    def output(self, number: int) -> Any:
-        value = self.values[number]
-        return value if self.index is None else tree_map(lambda t: t[self.index] if isinstance(t, Tensor) else t, value)
+    def one(self, index: int, place: int) -> Any:
+        """Output `place` for one assignment."""
+        if self.apart:
+            return self.values[index][place]
+        return tree_map(lambda t: t[index] if isinstance(t, Tensor) else t, self.values[place])
+
+    def some(self, indices: Tensor) -> "Block":
+        """The block of some of its assignments, without holding the others."""
+        if self.apart:
+            return Block([self.values[index] for index in indices.tolist()], True)
+        return Block(tree_map(lambda t: _rows(t, indices), self.values), False)
 
 
 class Execution:
     """One batch going through the stages, chunk after chunk of draws."""
 
     def __init__(
-        self, graph: StageGraph, network: Network, draws: Draws, walk: Walk, arguments: dict[str, Any], examples: Tensor
+        self,
+        graph: StageGraph,
+        network: Network,
+        assignments: Assignments,
+        arguments: dict[str, Any],
+        examples: Tensor,
     ) -> None:
-        self.graph, self.network, self.draws, self.walk = graph, network, draws, walk
+        self.graph, self.network, self.assignments = graph, network, assignments
         self.arguments, self.examples = arguments, examples
-        self.kept: list[dict[int, _Entry]] = [{} for _ in graph.stages]
-        self.fold = True
-        noisy = {n for n, site in enumerate(network.sites) if site.posterior.unbounded}
-        self.apart = {
-            n for n, stage in enumerate(graph.stages) if stage.own & noisy
-        }  # noise is drawn for one draw at a time
-        self.work = 0
-        self.last_use = [
-            {walk.keys[stage][draw]: place for place, draw in enumerate(walk.order)}
-            for stage in range(len(graph.stages))
-        ]
-        self.bytes_per_draw = 0
-        few = len(draws) * draws.layout.num_groups <= 2**22
-        self._keys = draws.keys()
-        self._assignments = draws.assignments(device=network.device) if few else None
+        self.blocks: dict[int, Block] = {}
 
-    def chunk(self, start: int, stop: int) -> list[_Entry]:
-        """The results of entries start..stop-1 of the walk's order."""
-        chosen = self.walk.order[start:stop]
-        needed = self._needed(chosen)
-        drawn: dict[int, Drawn] = {}
-        for number, stage in enumerate(self.graph.stages):
-            if needed[number]:
-                self._compute(number, stage, needed[number], drawn)
-        if stop - start == 1:
-            self.bytes_per_draw = max(self.bytes_per_draw, self._bytes_held())
-        result = self.graph.result
-        entries = [self.kept[result][self.walk.keys[result][draw]] for draw in chosen]
-        self._forget(stop)
-        return entries
+    def chunk(self, chunk: Chunk) -> "Results":
+        """The network's outputs for the draws of one chunk."""
+        for step in chunk.steps:
+            self.blocks[step.block] = self._compute(self.graph.stages[step.stage], step)
+            for block, indices, new in step.carry:
+                self.blocks[new] = self.blocks[block].some(indices)
+            for block in step.drop:
+                del self.blocks[block]
+        results = Results(self.blocks, chunk.result)
+        for block in chunk.drop:
+            del self.blocks[block]
+        return results
 
-    def _needed(self, chosen: list[int]) -> list[dict[int, int]]:
-        """For each stage, the assignments to compute now, with a draw that has it."""
-        needed: list[dict[int, int]] = [{} for _ in self.graph.stages]
-        for draw in chosen:
-            key = self.walk.keys[self.graph.result][draw]
-            if key not in self.kept[self.graph.result]:
-                needed[self.graph.result][key] = draw
-        for number in range(len(self.graph.stages) - 1, -1, -1):
-            for source, _ in self.graph.stages[number].inputs:
-                if isinstance(source, int):
-                    for draw in needed[number].values():
-                        key = self.walk.keys[source][draw]
-                        if key not in self.kept[source]:
-                            needed[source].setdefault(key, draw)
-        return needed
-
-    def _compute(self, number: int, stage: Stage, needed: dict[int, int], drawn: dict[int, Drawn]) -> None:
-        self.work += len(needed) * stage.num_operations
-        if len(needed) > 1 and self.fold and number not in self.apart:
+    def _compute(self, stage: Stage, step: Step) -> Block:
+        if len(step.draws) > 1 and not stage.apart:
             try:
-                values = self._together(stage, list(needed.values()))
-                for index, key in enumerate(needed):
-                    self.kept[number][key] = _Entry(values, index, len(needed))
-                return
-            except (RuntimeError, ValueError, NotImplementedError, TypeError) as error:
+                return Block(self._together(stage, step), False)
+            except _NO_VMAP as error:
                 if out_of_memory(error):
                     raise
-                self.fold = False  # an operation that vmap cannot do: one after the other from now on
-        for key, draw in needed.items():
-            if draw not in drawn:
-                drawn[draw] = self._drawn(draw)
-            arguments = tuple(self._argument(source, place, draw) for source, place in stage.inputs)
-            if stage.clone_inputs:
-                arguments = clone_tensors(arguments)
-            with hold(self.network, drawn[draw]):
-                self.kept[number][key] = _Entry(self.run(stage, arguments), None, 1)
+                stage.apart = True  # an operation that vmap cannot do: one after the other from now on
+        rows = self.assignments.rows(step.draws)
+        outputs = []
+        for number, draw in enumerate(step.draws):
+            arguments = tuple(
+                self._argument(name, place, fetch, number)
+                for (name, place), fetch in zip(stage.inputs, step.fetches, strict=True)
+            )
+            drawn = Drawn(self.assignments.keys[draw], rows[number], explicit=True, examples=self.examples)
+            with hold(self.network, drawn):
+                outputs.append(self.run(stage, clone_tensors(arguments) if stage.clone_inputs else arguments))
+        return Block(outputs, True)
 
     def run(self, stage: Stage, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """One stage for the draw that is held."""
         return stage.run(*arguments)
 
-    def _together(self, stage: Stage, draws: list[int]) -> tuple[Any, ...]:
+    def _together(self, stage: Stage, step: Step) -> tuple[Any, ...]:
         arguments, axes = [], []
-        for source, place in stage.inputs:
-            argument, axis = self._stacked(source, place, draws)
+        for (name, place), fetch in zip(stage.inputs, step.fetches, strict=True):
+            argument, axis = self._stacked(name, place, fetch)
             arguments.append(argument)
             axes.append(axis)
         if stage.clone_inputs:
             arguments = list(clone_tensors(tuple(arguments)))
-        indices = torch.stack([self._drawn(draw).indices for draw in draws])
-        key = torch.tensor(0)
+        key = self.assignments.keys[step.draws[0]]  # names streams of noise, which such stages do not have
 
         def run(one: Tensor, *some: Any) -> tuple[Any, ...]:
             with hold(self.network, Drawn(key, one, explicit=True, examples=self.examples)):
-                return stage.run(*some)
+                return stage.run_many(*some)
 
-        return torch.func.vmap(run, in_dims=(0, *axes))(indices, *arguments)
+        return torch.func.vmap(run, in_dims=(0, *axes))(self.assignments.rows(step.draws), *arguments)
 
-    def _stacked(self, source: int | str, place: int | str, draws: list[int]) -> tuple[Any, int | None]:
-        """An argument for several draws with its vmap axis: None where it is the same for all."""
-        if source == "input":
-            return self.arguments[str(place)], None
-        assert isinstance(source, int)
-        assert isinstance(place, int)
-        entries = [self.kept[source][self.walk.keys[source][draw]] for draw in draws]
-        first = entries[0]
-        if all(entry is first for entry in entries):
-            return first.output(place), None
-        values = first.values[place]
-        if all(entry.values is first.values for entry in entries):
-            indices = [entry.index for entry in entries]
-            if indices == list(range(first.size)):
-                return values, 0
-            index = torch.tensor(indices)
-            return tree_map(lambda t: t[index.to(t.device)] if isinstance(t, Tensor) else t, values), 0
-        return tree_map(lambda *ts: torch.stack(ts), *(entry.output(place) for entry in entries)), 0
-
-    def _argument(self, source: int | str, place: int | str, draw: int) -> Any:
-        if source == "input":
+    def _argument(self, name: int | str, place: int | str, fetch: Fetch | None, number: int) -> Any:
+        if fetch is None:
             return self.arguments[str(place)]
-        assert isinstance(source, int)
-        assert isinstance(place, int)
-        return self.kept[source][self.walk.keys[source][draw]].output(place)
+        block, index = fetch.entries[number]
+        return self.blocks[block].one(index, int(place))
 
-    def _drawn(self, draw: int) -> Drawn:
-        if self._assignments is None:
-            return self.draws.drawn(draw, self.network.device, self.examples)
-        return Drawn(self._keys[draw], self._assignments[draw], explicit=True, examples=self.examples)
+    def _stacked(self, name: int | str, place: int | str, fetch: Fetch | None) -> tuple[Any, int | None]:
+        """An argument for several draws with its vmap axis: None where it is the same for all."""
+        if fetch is None or fetch.same:
+            return self._argument(name, place, fetch, 0), None
+        block = None if fetch.block is None else self.blocks[fetch.block]
+        if block is None or block.apart:
+            values = [self._argument(name, place, fetch, number) for number in range(len(fetch.entries))]
+            return tree_map(lambda *ts: torch.stack(ts), *values), 0
+        value = block.values[int(place)]
+        return value if fetch.index is None else tree_map(lambda t: _rows(t, fetch.index), value), 0
 
-    def _forget(self, stop: int) -> None:
-        """Drop what no later entry of the walk needs."""
-        for number, entries in enumerate(self.kept):
-            last = self.last_use[number]
-            self.kept[number] = {key: entry for key, entry in entries.items() if last[key] >= stop}
 
-    def _bytes_held(self) -> int:
-        tensors = [
-            t for entries in self.kept for e in entries.values() for t in tree_leaves(e.values) if isinstance(t, Tensor)
-        ]
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+class Results:
+    """The network's outputs for the draws of one chunk."""
+
+    def __init__(self, blocks: dict[int, Block], fetch: Fetch) -> None:
+        self._blocks = {block: blocks[block] for block, _ in fetch.entries}
+        self._fetch = fetch
+
+    def __len__(self) -> int:
+        return len(self._fetch.entries)
+
+    def like(self, whole: Tensor) -> "Results":
+        """The same for another batch, from the outputs of all draws."""
+        assert self._fetch.block is not None
+        return Results({self._fetch.block: Block((whole,), False)}, self._fetch)
+
+    def one(self, number: int) -> Any:
+        """What the network returned for one of the draws."""
+        block, index = self._fetch.entries[number]
+        return self._blocks[block].one(index, 0)
+
+    @property
+    def whole(self) -> Tensor | None:
+        """The outputs of all draws, (D, ...), where the network returns one tensor and they lie together."""
+        if self._fetch.block is None or self._fetch.index is not None:
+            return None
+        block = self._blocks[self._fetch.block]
+        return None if block.apart or not isinstance(block.values[0], Tensor) else block.values[0]
+
+
+def _rows(value: Any, indices: Tensor | None) -> Any:
+    return value[indices.to(value.device)] if isinstance(value, Tensor) and indices is not None else value
+
+
+def clone_tensors(values: Any) -> Any:
+    """The same structure with ordinary copies of its tensors."""
+    return tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, values)
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    """All tensors of a structure."""
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def out_of_memory(error: Exception) -> bool:
+    """Whether an allocator gave up."""
     text = str(error).lower()
     return isinstance(error, torch.OutOfMemoryError) or "out of memory" in text or "can't allocate memory" in text
+
+
+def num_values(arguments: dict[str, Any]) -> int:
+    """How many numbers a batch consists of."""
+    return max(1, sum(tensor.numel() for tensor in tensors_in(arguments)))

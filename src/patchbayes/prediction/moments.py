@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..draws import Draws
+from .loop import Members
 
 StandardErrorKind = Literal["exact", "independent draws", "independent blocks", "upper estimate", "unknown"]
 
@@ -61,7 +62,7 @@ class MonteCarloMean:
 
     def __init__(self, draws: Draws) -> None:
         self.draws = draws
-        self.weights = draws.weights.tolist()
+        self.weights = draws.weights
         self.is_sample = "enumerated" not in draws.schemes and not draws.has_repeats
         self.all = Moments()
         length = draws.block_length
@@ -73,22 +74,23 @@ class MonteCarloMean:
         self.replicate_length = blocks // self.num_replicates * length if blocks else 0
         self.replicates: Tensor | None = None
 
-    def add(self, members: list[list[int]], values: Tensor) -> None:
-        """values (D, ...): value d belongs to the draws members[d]."""
-        self.all.add(values, self.weights_of(members))
+    def add(self, members: Members, values: Tensor, weights: Tensor) -> None:
+        """values (D, ...): value d belongs to the draws members[d], which together weigh weights[d]."""
+        self.all.add(values, weights)
         if self.num_replicates >= 2:
             if self.replicates is None:
                 self.replicates = torch.zeros(
                     self.num_replicates, *values.shape[1:], dtype=values.dtype, device=values.device
                 )
-            pairs = [(d // self.replicate_length, row) for row, some in enumerate(members) for d in some]
-            pairs = [(replicate, row) for replicate, row in pairs if replicate < self.num_replicates]
-            replicates, rows = torch.tensor(pairs, dtype=torch.int64, device=values.device).reshape(-1, 2).unbind(1)
-            self.replicates.index_add_(0, replicates, values[rows])
+            rows, draws = (part.to(values.device) for part in members.pairs)
+            replicates = draws // self.replicate_length
+            whole = replicates < self.num_replicates  # the draws of an incomplete last block belong to none
+            self.replicates.index_add_(0, replicates[whole], values[rows[whole]])
 
-    def weights_of(self, members: list[list[int]]) -> Tensor:
+    def weights_of(self, members: Members) -> Tensor:
         """The weight of each value in the average, (D,) float64."""
-        return torch.tensor([sum(self.weights[draw] for draw in some) for some in members], dtype=torch.float64)
+        rows, draws = members.pairs
+        return torch.zeros(len(members), dtype=torch.float64).index_add_(0, rows, self.weights[draws])
 
     @property
     def mean(self) -> Tensor:

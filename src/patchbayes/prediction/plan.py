@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from ..draws import Draws
 
 
-@dataclass
+@dataclass(frozen=True)
 class StagePlan:
-    """Operations that depend on the same sites: computed `distinct` times instead of once for every draw.
+    """Operations that depend on the same sites: needed for `distinct` assignments instead of once for every draw.
 
     flops counts multiplications and additions of one evaluation (0 for element-wise operations).
     """
@@ -22,13 +22,18 @@ class StagePlan:
 class Plan:
     """How a prediction was computed. Print it.
 
-    engine      "loop" (a forward pass for each draw) or "stages" (each stage once for each distinct assignment).
+    engine      "stages" (each stage once for each distinct assignment), "vmap" (the network could not be traced: each distinct
+                network once, several at a time) or "loop" (a forward pass for each draw, or distinct network).
     sampling    how the draws were made: "iid", "stratified", "orthogonal" or "enumerated".
     heads       how many of the draws share all sites but the output layer, whose components are averaged over.
     networks    distinct networks among the draws.
     chunk       how many draws went together at the end.
-    fallback    why the loop was taken, where it was.
+    folded      batch norms that were folded into the layer before them, at the end.
+    compiled    whether the stages went through torch.compile.
+    fallback    why the network was not computed by stages, where it was not.
     opaque      parts of the network that were run whole, for they could not be traced.
+    stages      what depends on which sites, and how often it had to be computed.
+    evaluated   how often each of these was computed: more than `distinct` where memory did not allow to keep it.
     """
 
     num_draws: int
@@ -38,9 +43,12 @@ class Plan:
     engine: str = "loop"
     networks: int = 0
     chunk: int = 1
+    folded: int = 0
+    compiled: bool = False
     fallback: str | None = None
     opaque: list[str] = field(default_factory=list)
     stages: list[StagePlan] = field(default_factory=list)
+    evaluated: list[int] = field(default_factory=list)
 
     @classmethod
     def of_draws(cls, draws: Draws) -> "Plan":
@@ -48,13 +56,27 @@ class Plan:
 
     @property
     def work(self) -> float:
-        """Arithmetic of this plan as a fraction of one whole pass for each draw: 1 for the loop."""
+        """Arithmetic of this plan as a fraction of one whole pass for each draw: 1 for the loop.
+
+        The floor, or more where memory did not allow to keep what was needed again.
+        """
+        return max(self.floor, self._share(self.evaluated))
+
+    @property
+    def floor(self) -> float:
+        """The least arithmetic that gives these draws, as a fraction of one whole pass for each: every stage once for each
+        distinct assignment of its sites. Counted in multiplications and additions of matrix products and convolutions, or in
+        operations where there are none; element-wise operations, and folding, which removes some, are not in it.
+        """
+        return self._share([stage.distinct for stage in self.stages])
+
+    def _share(self, evaluations: list[int]) -> float:
         if not self.stages:
             return 1.0
         costs = [stage.flops for stage in self.stages]
         if not any(costs):
             costs = [stage.operations for stage in self.stages]
-        done = sum(cost * stage.distinct for cost, stage in zip(costs, self.stages, strict=True))
+        done = sum(cost * times for cost, times in zip(costs, evaluations, strict=True))
         return done / (self.num_draws * sum(costs))
 
     def __str__(self) -> str:
@@ -63,16 +85,21 @@ class Plan:
             how = (
                 f"{self.num_draws} draws ({self.num_draws // self.heads} {self.sampling}, each with {self.heads} heads)"
             )
+        if self.networks < self.num_draws:
+            how += f", {self.networks} distinct networks"
         if self.engine == "loop":
             return f"{how}, one pass each" + (f": {self.fallback}" if self.fallback else "")
-        lines = [
-            f"{how}, {self.networks} distinct networks, {100 * self.work:.3g} % of the arithmetic of {self.num_draws} passes, "
-            f"{self.chunk} at a time"
-        ]
-        merged = _merge(self.stages)
+        if self.engine == "vmap":
+            return f"{how}, each run whole, {self.chunk} at a time: {self.fallback}"
+        lines = [f"{how}, {100 * self.work:.3g} % of the arithmetic of {self.num_draws} passes, {self.chunk} at a time"]
         lines += [
-            f"  {distinct:>5} x {operations:>3} operations after {sites}" for distinct, operations, sites in merged
+            f"  {distinct:>5} x {operations:>3} operations after {sites}"
+            for distinct, operations, sites in _merge(self.stages)
         ]
+        if self.folded:
+            lines.append(f"  batch norms folded into the layer before them: {self.folded}")
+        if self.compiled:
+            lines.append("  compiled")
         if self.opaque:
             lines.append(f"  run whole: {', '.join(self.opaque)}")
         return "\n".join(lines)

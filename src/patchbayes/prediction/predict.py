@@ -3,6 +3,7 @@
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any, Literal, TypedDict, Unpack
 
 import torch
@@ -17,6 +18,7 @@ from .adaptive import until_sure
 from .averages import average
 from .engine import Engine
 from .loop import undisturbed
+from .memory import keep_freed_memory
 from .prediction import ClassPrediction, Prediction
 
 Sampling = Literal["balanced", "stratified", "orthogonal", "iid"]
@@ -76,7 +78,9 @@ def predict(
         select=select,
         output=output,
     )
-    with undisturbed(model, network_of(model)):
+    # one batch leaves no trace by itself; a loader may also use the global random state between two
+    loading = nullcontext() if _is_batch(inputs) else undisturbed(model, network_of(model))
+    with loading:
         parts = list(predict_batches(model, inputs, draws, **options))
     if not parts:
         raise PatchbayesError(
@@ -130,6 +134,7 @@ def predict_batches(
         memory_limit=options.get("memory_limit"),
         by_loop=engine == "loop",
     )
+    keep_freed_memory()
     first = 0
     for batch in _progress(_batches(inputs, options.get("select")), inputs):
         with undisturbed(model, network), torch.inference_mode():
@@ -210,7 +215,7 @@ def make_draws(
 
 
 def _batches(inputs: Any, select: Callable[[Any], Any] | None) -> Iterator[Any]:
-    if isinstance(inputs, Tensor | tuple | Mapping):
+    if _is_batch(inputs):
         yield inputs if select is None else select(inputs)
         return
     if not isinstance(inputs, Iterable):
@@ -220,6 +225,11 @@ def _batches(inputs: Any, select: Callable[[Any], Any] | None) -> Iterator[Any]:
             yield select(batch)
         else:
             yield batch[0] if isinstance(batch, tuple | list) else batch
+
+
+def _is_batch(inputs: Any) -> bool:
+    """Whether the inputs are one batch, rather than an iterable of batches."""
+    return isinstance(inputs, Tensor | tuple | Mapping)
 
 
 def _to_device(batch: Any, device: torch.device | None) -> Any:
@@ -252,7 +262,7 @@ def _as_tensor(value: Any) -> Tensor:
 
 def _progress(batches: Iterator[Any], inputs: Any) -> Iterator[Any]:
     """The batches, with their number on the terminal where there is one and more than one batch."""
-    if not sys.stderr.isatty() or isinstance(inputs, Tensor | tuple | Mapping):
+    if not sys.stderr.isatty() or _is_batch(inputs):
         yield from batches
         return
     total = f" of {len(inputs)}" if hasattr(inputs, "__len__") else ""

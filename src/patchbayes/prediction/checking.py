@@ -1,0 +1,130 @@
+"""The first batch of a form of call: whether the stages give what the loop gives, and whether a forward leaves a trace."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from ..draws import Draws
+from ..network import Network
+from .attributes import Attributes
+from .calibration import ASSIGNMENTS, close
+from .execution import Execution, clone_tensors, num_values, tensors_in
+from .forms import Form, Itinerary
+from .graph import Sites, Stage
+from .loop import loop, undisturbed
+from .schedule import Schedule
+
+
+def check_(
+    form: Form,
+    model: nn.Module,
+    network: Network,
+    inputs: Any,
+    arguments: dict[str, Any],
+    draws: Draws,
+    examples: Tensor,
+    output: Callable[[Any], Tensor],
+    memory_limit: int,
+) -> None:
+    """Note in `form` why the network must go through the plain loop, if it must, and what its stages cost."""
+    attributes = Attributes(model)
+    with torch.inference_mode(False), torch.no_grad(), undisturbed(model, network):
+        inputs, arguments = clone_tensors(inputs), clone_tensors(arguments)
+        try:
+            if form.traced is None:
+                form.fallback = _check_whole(form, model, network, inputs, draws, examples, output)
+            else:
+                itinerary = form.itinerary(draws, memory_limit // ASSIGNMENTS)
+                form.fallback = _check_stages(
+                    form, itinerary, model, network, inputs, arguments, draws, examples, output
+                )
+        finally:
+            attributes.restore()
+    form.checked = True
+
+
+def _check_stages(
+    form: Form,
+    itinerary: Itinerary,
+    model: nn.Module,
+    network: Network,
+    inputs: Any,
+    arguments: dict[str, Any],
+    draws: Draws,
+    examples: Tensor,
+    output: Callable[[Any], Tensor],
+) -> str | None:
+    schedule = Schedule(form.finest, itinerary.walk)
+    inspection = _Inspection(schedule.graph, network, itinerary.assignments, arguments, examples)
+    last = itinerary.walk.order[-1]
+    try:
+        chunk = next(schedule.chunks(1, frozenset(), start=len(itinerary.walk.order) - 1))
+        raw = inspection.chunk(chunk).one(0)
+        mine = output(raw)
+    except Exception as error:
+        return f"running by stages failed ({type(error).__name__}: {error})"
+    form.flops, form.num_values = inspection.flops, num_values(arguments)
+    form.joins = not any(stage.clone_inputs for stage in schedule.graph.stages)
+    form.forget_itineraries()
+    kinds: list[type] = []
+
+    def watched(value: Any) -> Tensor:
+        kinds.append(type(value))
+        return output(value)
+
+    def reference() -> Tensor:
+        ((_, value),) = loop(model, network, inputs, draws[last], examples, watched)
+        return value[0]
+
+    attributes = Attributes(model)
+    first = reference()
+    if kinds != [type(raw)]:
+        return f"the network returns a {kinds[0].__name__}, which tracing does not keep"
+    if not close(mine, first) or (attributes.changed() and not close(reference(), first)):
+        return "the traced network does not agree with the loop (its forward has side effects)"
+    return None
+
+
+class _Inspection(Execution):
+    """A first run that counts the arithmetic of each stage and finds stages that change their inputs in place."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.flops: dict[Sites, int] = {}
+
+    def run(self, stage: Stage, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        tensors = tensors_in(arguments)
+        versions = [tensor._version for tensor in tensors]
+        with FlopCounterMode(display=False) as counter:
+            outputs = stage.run_many(*arguments)
+        self.flops[stage.keys[0]] = counter.get_total_flops()
+        stage.clone_inputs = versions != [tensor._version for tensor in tensors]
+        return outputs
+
+
+def _check_whole(
+    form: Form,
+    model: nn.Module,
+    network: Network,
+    inputs: Any,
+    draws: Draws,
+    examples: Tensor,
+    output: Callable[[Any], Tensor],
+) -> str | None:
+    """A network that is run whole may be run once for draws that are alike only if a run depends on nothing but the draw."""
+
+    def run() -> Tensor:
+        ((_, value),) = loop(model, network, inputs, draws[-1], examples, output)
+        return value
+
+    run()  # a first call may fill caches
+    attributes = Attributes(model)
+    first = run()
+    if attributes.changed():
+        return f"{form.reason}, and its forward changes attributes or buffers"
+    if not close(run(), first):
+        return f"{form.reason}, and its forward gives something else each time"
+    return None
