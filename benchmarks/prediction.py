@@ -87,7 +87,7 @@ def _cells(subject: Subject, draws: pb.Draws, timed: int, numbers: list[int], bu
         unpatched = times(number / passes, seconds["unpatched"])
         loop = times(number / timed, seconds["loop"])
         engine = times(part.factor, seconds[f"engine {part.num_timed}"])
-        work = part.whole.work
+        work = part.whole.floor
         cell: dict[str, Any] = {"draws": number, "rounds": len(loop), "scaled": timed < number}
         cell["timed_draws"] = {"unpatched": passes, "loop": timed, "engine": part.num_timed}
         cell |= summary("unpatched", unpatched) | summary("loop", loop) | summary("engine", engine)

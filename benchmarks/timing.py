@@ -81,8 +81,8 @@ class Part:
 
 
 def arithmetic(plan: Plan) -> float:
-    """The counted arithmetic of a plan, in passes of the whole network."""
-    return plan.work * plan.num_draws
+    """The least arithmetic of a plan, in passes of the whole network."""
+    return plan.floor * plan.num_draws
 
 
 def part_of(model: nn.Module, x: Tensor, draws: int | pb.Draws, most_passes: int) -> Part:
