@@ -119,9 +119,27 @@ def test_prediction_through_a_compiled_network_equals_eager_prediction():
     model, eager = pair(pb.ECMP(5))
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     draws = pb.Draws.sample(model, 5)
-    torch.testing.assert_close(pb.predict(compiled, X, draws).probs, pb.predict(eager, X, draws).probs)
+    prediction = pb.predict(compiled, X, draws)
+    torch.testing.assert_close(prediction.probs, pb.predict(eager, X, draws).probs)
+    assert "is compiled" in prediction.plan.fallback
     assert pb.is_patched(compiled)
     torch.testing.assert_close(pb.kl(compiled), pb.kl(eager))
+
+
+class Twice(nn.Module):
+    def forward(self, x):
+        return 2 * x.sin()
+
+
+def test_a_layer_that_is_compiled_stays_compiled():
+    model, eager = pair(pb.ECMP(5))
+    model.append(Twice()), eager.append(Twice())
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    model[-1].compile(fullgraph=True, backend=counter)
+    draws = pb.Draws.sample(eager, 5)
+    for _ in range(2):
+        torch.testing.assert_close(pb.predict(model, X, draws).probs, pb.predict(eager, X, draws).probs)
+    assert counter.frame_count == 1
 
 
 def test_what_is_drawn_does_not_come_from_the_global_generator():

@@ -30,6 +30,9 @@ def check_(
     memory_limit: int,
 ) -> None:
     """Note in `form` why the network must go through the plain loop, if it must, and what its stages cost."""
+    if any(_is_compiled(module) for module in model.modules()):  # to watch what it does would undo that
+        form.fallback, form.checked = "it is compiled; compile=True compiles what draws share instead", True
+        return
     attributes = Attributes(model)
     with torch.inference_mode(False), torch.no_grad(), undisturbed(model, network):
         inputs, arguments = clone_tensors(inputs), clone_tensors(arguments)
@@ -128,3 +131,7 @@ def _check_whole(
     if not close(run(), first):
         return f"{form.reason}, and its forward gives something else each time"
     return None
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
