@@ -1,6 +1,7 @@
 """bayesianize_: a trained network becomes a calibrated Bayesian one, keeps its mean, and comes back whole after an error."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from sklearn.datasets import load_digits
 
 import patchbayes as pb
 from patchbayes.bayesianizing import DEFAULT_JITTER, BayesianizeReport, Scores, bayesianize_
-from patchbayes.bayesianizing.search import best_factor
+from patchbayes.bayesianizing.search import best_factor, crossing
 from patchbayes.bayesianizing.spread import Spread
 from patchbayes.nets import small_cnn
 
@@ -105,6 +106,25 @@ def test_an_overconfident_network_becomes_calibrated_and_keeps_its_accuracy(mode
     assert report.after.nll <= min(trial.scores.nll for trial in report.tried) + 0.02
 
 
+def test_confidence_is_balanced_with_accuracy(model, digits):
+    report = bayesianize_(model, digits[0], digits[1])
+    tried = {trial.scales["trunk"]: trial.scores for trial in report.tried if trial.stage == "balance"}
+    assert len(tried) == 3
+    assert report.after == tried[report.balance]
+    allowed = [scores for scores in tried.values() if scores.nll <= tried[1.0].nll + 0.02]
+    assert abs(report.after.overconfidence) == min(abs(scores.overconfidence) for scores in allowed)
+    assert patched_scores(model, digits[1]).nll == pytest.approx(report.after.nll, abs=2e-3)  # the factor was applied
+
+
+def test_the_crossing_of_a_line_is_found():
+    for zero in (0.6, 0.9, 1.4):
+        for step in (0.85, 1.2):
+            values = -0.3 * math.log(zero), 0.3 * math.log(step / zero)
+            assert crossing(*values, step, 2.0) == pytest.approx(zero)
+            assert crossing(*values, step, 1.05) == pytest.approx(min(max(zero, 1 / 1.05), 1.05))
+    assert crossing(0.1, 0.1, 0.85, 2.0) is None
+
+
 def test_untrained_components_keep_the_mean_network(model, trained, digits):
     bayesianize_(model, None, digits[1], epochs=0)
     for site in pb.patched_sites(model).values():
@@ -185,7 +205,7 @@ def usual(trained, digits):
         {"sites": "norm"},
         {"jitter": 0.02},
         {"examples": 150},
-        {"draws": 6},
+        {"draws": 9},
         {"seed": 1},
     ],
     ids=lambda change: next(iter(change)),
@@ -290,8 +310,8 @@ def test_the_report_tells_what_was_done(model, digits):
         "time",
     ):
         assert part in text
-    assert {trial.stage for trial in report.tried} == {"jitter", "spread"}
-    assert report.seconds.keys() == {"held-out data", "jitter", "training", "spread"}
+    assert {trial.stage for trial in report.tried} == {"jitter", "spread", "balance"}
+    assert report.seconds.keys() == {"held-out data", "jitter", "training", "spread", "balance"}
     assert all(value >= 0 for value in report.seconds.values())
 
 

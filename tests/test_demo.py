@@ -3,6 +3,7 @@
 import re
 
 import pytest
+
 from command_line import command
 
 pytest.importorskip("imagecorruptions")
@@ -47,7 +48,7 @@ def test_run_again_it_trains_nothing_and_gives_the_same_numbers_as_json(folder, 
     vanilla = [100 * record["metrics"]["accuracy"]["value"] for record in records[:2]]
     assert f"{sum(vanilla) / 2:.3g}" in printed
     for record in records:
-        assert record["corruptions"]["nll"] and record["ood"]
+        assert record["corruptions"]["nll"]
         assert record["ood"][0]["auroc"] is not None
 
 

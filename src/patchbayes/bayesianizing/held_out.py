@@ -17,9 +17,16 @@ _BATCH = 125  # examples at a time: what the networks' activations leave of a pr
 
 
 class HeldOut:
-    """At most `most` held-out examples, a random part of all by seed, as batches in memory."""
+    """Held-out examples in memory: inputs, and class numbers (B,)."""
 
-    def __init__(self, batches: Iterable[Any], most: int, generator: torch.Generator) -> None:
+    def __init__(self, inputs: Any, targets: Tensor) -> None:
+        self.inputs, self.targets = inputs, targets
+        pieces = torch.arange(len(targets)).split(_BATCH)
+        self._batches = [(tree_map(lambda leaf: _rows(leaf, rows), inputs), targets[rows]) for rows in pieces]  # noqa: B023
+
+    @classmethod
+    def read(cls, batches: Iterable[Any], most: int, generator: torch.Generator) -> "HeldOut":
+        """At most `most` examples, a random part of all."""
         number = sum(len(checked_batch("held_out", batch)[1]) for batch in batches)
         if not number:
             raise PatchbayesError(
@@ -39,13 +46,18 @@ class HeldOut:
                 f"bayesianize_: held_out gave {number} examples when read first and {first} when read again; it must be "
                 "readable several times (a DataLoader, or a list of batches), not a generator."
             )
-        self.targets = torch.cat([targets for _, targets in parts])
         inputs = tree_map(lambda *leaves: torch.cat(leaves), *(inputs for inputs, _ in parts))
-        pieces = torch.arange(len(self.targets)).split(_BATCH)
-        self._batches = [(tree_map(lambda leaf: _rows(leaf, rows), inputs), self.targets[rows]) for rows in pieces]  # noqa: B023
+        return cls(inputs, torch.cat([targets for _, targets in parts]))
 
     def __len__(self) -> int:
         return len(self.targets)
+
+    def part(self, most: int, generator: torch.Generator) -> "HeldOut":
+        """At most `most` of these examples, a random part."""
+        if most >= len(self):
+            return self
+        rows = torch.randperm(len(self), generator=generator)[:most]
+        return HeldOut(tree_map(lambda leaf: _rows(leaf, rows), self.inputs), self.targets[rows])
 
     def log_probs(self, model: nn.Module) -> Tensor:
         """Log-probabilities (B, C) of a network that is not patched."""

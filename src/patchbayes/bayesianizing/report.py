@@ -10,26 +10,39 @@ from ..patch_report import PatchReport
 
 @dataclass(frozen=True)
 class Scores:
-    """NLL per example in nats; accuracy and expected calibration error (20 bins) as shares of 1."""
+    """NLL per example in nats; accuracy, expected calibration error (20 bins) and mean confidence as shares of 1."""
 
     nll: float
     accuracy: float
     ece: float
+    confidence: float
 
     @classmethod
     def of(cls, log_probs: Tensor, targets: Tensor) -> "Scores":
         probs = log_probs.exp()
-        return cls(nll(log_probs, targets), accuracy(probs, targets), expected_calibration_error(probs, targets))
+        confidence = float(probs.max(1).values.double().mean())
+        return cls(
+            nll(log_probs, targets), accuracy(probs, targets), expected_calibration_error(probs, targets), confidence
+        )
+
+    @property
+    def overconfidence(self) -> float:
+        """Mean confidence minus accuracy."""
+        return self.confidence - self.accuracy
 
     def __str__(self) -> str:
-        return f"NLL {self.nll:.4f}   accuracy {100 * self.accuracy:.2f} %   ECE {100 * self.ece:.2f} %"
+        return (
+            f"NLL {self.nll:.4f}   accuracy {100 * self.accuracy:.2f} %   confidence {100 * self.confidence:.2f} %   "
+            f"ECE {100 * self.ece:.2f} %"
+        )
 
 
 @dataclass(frozen=True)
 class Trial:
     """One point of the search: the scale of every group of sites, and its score on held-out examples.
 
-    stage   "jitter" (untrained components, scales are jitters) or "spread" (trained ones, scales are factors).
+    stage   "jitter" (untrained components, scales are jitters), "spread" (trained ones, scales are factors), or "balance"
+            (scales are factors on what was chosen before; more examples and draws).
     """
 
     stage: str
@@ -44,6 +57,7 @@ class BayesianizeReport:
     patch           what was patched.
     jitter          of each group of sites, the jitter that training began with (or that was left, without training).
     spread          of each group, the factor that the trained components' deviations from their mean were multiplied by.
+    balance         the last factor on all deviations, which made the mean confidence equal to the accuracy.
     jitter_source   "held-out", "given" or "default" (no held-out data: the documented value).
     kept            "trained", or "untrained" where training did not improve the held-out NLL and was undone.
     tried           all points of the search.
@@ -58,6 +72,7 @@ class BayesianizeReport:
     patch: PatchReport
     jitter: dict[str, float]
     spread: dict[str, float]
+    balance: float
     jitter_source: str
     kept: str
     tried: tuple[Trial, ...]
@@ -84,6 +99,8 @@ class BayesianizeReport:
                 if self.kept == "trained"
                 else "training did not improve the held-out NLL, so the untrained components were kept"
             )
+        if self.balance != 1:
+            lines.append(f"balance {self.balance:.4g} times that, for a confidence equal to the accuracy")
         for trial in self.tried:
             lines.append(f"  tried {trial.stage} {_scales(trial.scales):<28} {trial.scores}")
         if self.before is not None:

@@ -1,5 +1,6 @@
-"""The best value of one positive number: a walk on a logarithmic grid, and a parabola through its lowest point."""
+"""The best value of one positive number: where a score is least, or where a quantity is zero."""
 
+import math
 from collections.abc import Callable
 
 
@@ -22,3 +23,14 @@ def best_factor(score: Callable[[float], float], step: float, most: int) -> floa
     low, middle, high = scores[best - 1], scores[best], scores[best + 1]
     curvature = low - 2 * middle + high
     return step ** (best + (0.5 * (low - high) / curvature if curvature > 0 else 0.0))
+
+
+def crossing(at_one: float, at_step: float, step: float, reach: float) -> float | None:
+    """The factor at which a quantity is zero, on the line (in the logarithm of the factor) through its values at 1 and `step`.
+
+    At most `reach` times larger or smaller than 1; None where the quantity is the same at both.
+    """
+    if at_one == at_step:
+        return None
+    logarithm = math.log(step) * at_one / (at_one - at_step)
+    return math.exp(max(-math.log(reach), min(math.log(reach), logarithm)))
