@@ -146,7 +146,8 @@ def bayesianize(records: list[dict[str, Any]]) -> str:
     share = " and ".join(f"{100 * size:.0f} % ({name.removeprefix('cifar_')})" for name, size in sizes.items())
     lines += [
         "",
-        "CIFAR-100, networks trained by others; test images 0-4999 choose the jitter and fit the temperatures, 5000-9999 are "
+        "CIFAR-100, networks trained by others; test images 0-3999 choose the spread, 4000-4999 fit the temperature on top, 0-4999 "
+        "that of the original, 5000-9999 are "
         f"scored. Mean over the seeds {seeds}, ± the largest distance from it; the floor "
         "is what a perfectly calibrated network would score by chance. The patch file has the size of "
         f"{share} of the network. One core, shared with other work, {minutes} minutes; {_circumstances(records[0])}. "
@@ -168,7 +169,7 @@ def _circumstances(record: dict[str, Any]) -> str:
 
 #: Tables that README.md can hold, with the record each is made from.
 TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
-    "bayesianize": ("bayesianize_*", bayesianize),
+    "bayesianize": ("bayesianize_*_seed?", bayesianize),
     "training_overhead": ("training_overhead", training_overhead),
     "prediction": ("prediction", prediction),
     "rivals": ("prediction", rivals),
