@@ -146,8 +146,8 @@ def bayesianize(records: list[dict[str, Any]]) -> str:
     share = " and ".join(f"{100 * size:.0f} % ({name.removeprefix('cifar_')})" for name, size in sizes.items())
     lines += [
         "",
-        "CIFAR-100, networks trained by others; test images 0-3999 choose the spread, 4000-4999 fit the temperature on top, 0-4999 "
-        "that of the original, 5000-9999 are "
+        "CIFAR-100, networks trained by others; test images 0-3999 choose the spread, 4000-4999 fit the temperature on top, "
+        "0-4999 that of the original, 5000-9999 are "
         f"scored. Mean over the seeds {seeds}, ± the largest distance from it; the floor "
         "is what a perfectly calibrated network would score by chance. The patch file has the size of "
         f"{share} of the network. One core, shared with other work, {minutes} minutes; {_circumstances(records[0])}. "

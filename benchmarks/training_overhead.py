@@ -12,7 +12,6 @@ import json
 import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -20,6 +19,7 @@ import torch.nn.functional as F
 from records import write_record
 
 import patchbayes as pb
+from patchbayes.experiments.training_cost import in_turn, ratio_quartiles
 from patchbayes.nets import resnet18
 
 METHODS = {"vanilla": None, "emp": pb.EMP(5), "ecmp": pb.ECMP(5), "dropout": pb.Dropout(0.005)}
@@ -36,27 +36,20 @@ class Trainer:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9, weight_decay=5e-4)
         self.images, self.labels = torch.randn(batch, 3, 32, 32), torch.randint(100, (batch,))
 
-    def step(self) -> float:
-        began = time.perf_counter()
+    def step(self) -> None:
         self.optimizer.zero_grad()
         F.cross_entropy(self.model(self.images), self.labels).backward()
         self.optimizer.step()
-        return time.perf_counter() - began
 
 
 def time_steps(batch: int, rounds: int) -> dict[str, dict[str, float]]:
     trainers = {name: Trainer(name, batch) for name in METHODS}
     for trainer in trainers.values():
         trainer.step()
-    seconds: dict[str, list[float]] = {name: [] for name in METHODS}
-    for number in range(rounds):
-        names = list(METHODS) if number % 2 == 0 else list(METHODS)[::-1]
-        for name in names:
-            seconds[name].append(trainers[name].step())
+    seconds = in_turn({name: trainer.step for name, trainer in trainers.items()}, rounds)
     rows = {}
     for name in METHODS:
-        ratios = [mine / plain for mine, plain in zip(seconds[name], seconds["vanilla"], strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
+        low, middle, high = ratio_quartiles(seconds[name], seconds["vanilla"])
         rows[name] = {
             "seconds": statistics.median(seconds[name]),
             "ratio": middle,

@@ -77,6 +77,14 @@ def step_memory(method: str, layers: int, hidden: int) -> dict[str, int]:
     if method != "vanilla":
         patch_(model, *_METHODS[method])
     x = torch.randn(_BATCH, hidden, generator=torch.Generator().manual_seed(0))
+    saved = saved_for_backward(
+        model, lambda: model(x) if method != "ensemble" else forward_draws(model, x, Draws.enumerate(model))
+    )
+    return {"parameters": sum(p.nbytes for p in model.parameters()), "saved_for_backward": saved}
+
+
+def saved_for_backward(model: nn.Module, forward: Callable[[], object]) -> int:
+    """Bytes that autograd keeps after `forward` for the backward pass, the parameters of `model` not counted."""
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     saved: dict[int, int] = {}
 
@@ -87,10 +95,9 @@ def step_memory(method: str, layers: int, hidden: int) -> dict[str, int]:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        output = model(x) if method != "ensemble" else forward_draws(model, x, Draws.enumerate(model))
-    parameters = sum(p.numel() * p.element_size() for p in model.parameters())
-    del output
-    return {"parameters": parameters, "saved_for_backward": sum(saved.values())}
+        kept = forward()  # while it lives, no storage is used twice
+    del kept
+    return sum(saved.values())
 
 
 def drawn_schemes(rows: int = 6, columns: int = 8) -> dict[str, list[list[list[int]]]]:

@@ -13,6 +13,8 @@ _FILES = {
     "cifar100": "cifar100",
     "imagenet": "imagenet",
     "regression": "regression_tables",
+    "ablations": "ablations",
+    "cost": "training_cost",
 }
 
 
