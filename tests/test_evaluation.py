@@ -8,17 +8,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from command_line import command, strict_json
 from patchbayes import predict
 from patchbayes.data import read
 from patchbayes.data.corruptions import CORRUPTIONS
-from patchbayes.draws import network_of
+from patchbayes.draws import Draws, network_of
 from patchbayes.errors import PatchbayesError
 from patchbayes.evaluation import Evaluating, evaluate, read_evaluation
+from patchbayes.evaluation.answers import class_answers
 from patchbayes.evaluation.robustness import fitted
 from patchbayes.metrics import disagreement
-from patchbayes.patching import patched_sites
+from patchbayes.patching import patch_, patched_sites
+from patchbayes.posteriors import EMP
 from patchbayes.prediction.predict import make_draws
 from patchbayes.training import RunFolder
 
@@ -202,6 +205,24 @@ def test_fewer_draws_are_shown_beside_the_score(records, runs):
     assert curve["nll"]["standard_error"][2] is None  # there is one group of all draws
     assert curve["nll"]["value"][1] >= curve["nll"]["value"][2]  # Jensen: the groups of 5 make up the 20
     assert records["vanilla"]["draws_curve"] is None
+
+
+def test_the_curve_follows_the_kind_of_draws(generator):
+    model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    patch_(model, EMP(3), "linear", generator=generator)  # 27 networks; a block of pairs has 9
+    inputs, targets = torch.randn(6, 3, generator=generator), torch.arange(6) % 4
+
+    def probs_at(draws, repeats):
+        groups = predict(model, inputs, draws, keep_draws=True).draw_probs.unflatten(0, (repeats, -1)).mean(1)
+        return groups.amax(-1)
+
+    for sampling, few, many in (
+        ("balanced", Draws.stratify(model, 24), Draws.orthogonalize(model, 24)),
+        ("iid", Draws.sample(model, 24), Draws.sample(model, 24)),
+    ):
+        found = class_answers(model, [(inputs, targets)], 24, curve=(3, 24), sampling=sampling).at_draws
+        torch.testing.assert_close(found[3].confidence, probs_at(few, 8))
+        torch.testing.assert_close(found[24].confidence, probs_at(many, 1))
 
 
 def test_the_temperature_is_the_best_on_the_held_out_part(records, runs):

@@ -6,8 +6,10 @@ import math
 import pytest
 import torch
 
+from command_line import command
 from patchbayes.errors import PatchbayesError
 from patchbayes.experiments import gpu_memory, parameter_tables, prior_functions, registry, summary
+from patchbayes.experiments.claims import CLAIMS
 from patchbayes.experiments.experiment import (
     SCALES,
     Row,
@@ -171,6 +173,68 @@ def test_the_page_is_what_the_records_say(tmp_path):
         summary.verify_summary(records, docs)
 
 
+def test_verification_covers_figures_and_the_readme(tmp_path):
+    records, docs = tmp_path / "records", tmp_path / "docs"
+    record = reproduce(registry.experiment("prior"), "smoke", Setting(), records)
+    record_path(records, "prior", "small").write_text(json.dumps(record | {"scale": "small"}))
+    summary.write_summary(records, docs)
+    assert summary.verify_summary(records, docs) == 1
+    figure = docs / "figures" / "prior_functions.svg"
+    figure.write_text(figure.read_text().replace("<path", "<path id='other'", 1))
+    summary.verify_summary(records, docs)  # drawn by another version
+    spare = figure.with_name("old.svg")
+    spare.write_text("<svg/>")
+    with pytest.raises(PatchbayesError, match=r"old.svg belong to no record"):
+        summary.verify_summary(records, docs)
+    spare.unlink()
+    figure.write_text("")
+    with pytest.raises(PatchbayesError, match=r"prior_functions.svg is not a figure"):
+        summary.verify_summary(records, docs)
+    figure.unlink()
+    with pytest.raises(PatchbayesError, match=r"prior_functions.svg is not a figure"):
+        summary.verify_summary(records, docs)
+    assert summary.verify_readme(docs) is False  # another folder's README is none of ours
+    summary.write_summary(records, docs)
+    said = command("reproduce --verify --results", records, "--docs", docs).out
+    assert "its 1 figures are there" in said
+    assert "README.md: not checked" in said
+
+
+def test_tables_of_the_readme_are_verified(tmp_path, monkeypatch):
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "docs").mkdir()
+    script = tmp_path / "benchmarks" / "readme_tables.py"
+    monkeypatch.setattr(summary, "_CHECKOUT", tmp_path)
+    assert summary.verify_readme(tmp_path / "docs") is False  # an installed package has no benchmarks
+    script.write_text("import sys; sys.exit(0 if sys.argv[1:] == ['--check'] else 1)")
+    assert summary.verify_readme(tmp_path / "docs") is True
+    script.write_text("import sys; sys.exit('README.md differs')")
+    with pytest.raises(PatchbayesError, match=r"README.md differs"):
+        summary.verify_readme(tmp_path / "docs")
+
+
+def route_record(network, seed, nll, *more):
+    row = {"nll": nll, "ece": 0.04, "ece_floor": 0.02, "accuracy": 0.7}
+    rows = {"original": row, "bayesianized S=20 and temperature": row} | dict.fromkeys(more, row)
+    return {"network": network, "seed": seed, "scored": "test[5000:]", "rows": rows}
+
+
+def test_networks_of_others_stand_beside_those_trained_here(tmp_path):
+    records = tmp_path / "reproduce"
+    assert "Networks trained by others" not in summary.render(records)["results.md"].decode()
+    for seed, nll in enumerate((1.0, 1.2)):
+        path = tmp_path / f"bayesianize_net_seed{seed}.json"
+        path.write_text(json.dumps(route_record("net", seed, nll)))
+    path.write_text(json.dumps(route_record("net", seed, nll, "extra")))
+    page = summary.render(records)["results.md"].decode()
+    assert "| net | original | 1 | 2 | 1.1 ± 1.3 | 4 | 2 | 70 |" in page
+    assert "| net | bayesianized and temperature | 20 | 2 | 1.1 ± 1.3 |" in page
+    assert "| net | extra | 1 | 1 | 1.2 | 4 | 2 | 70 |" in page  # one seed: no interval
+    path.write_text(json.dumps({"network": "net"}))
+    with pytest.raises(PatchbayesError, match=r"seed1.json is not a record of benchmarks/bayesianize.py"):
+        summary.render(records)
+
+
 @pytest.mark.parametrize("name", ["cifar100", "imagenet"])
 def test_image_experiments_at_smoke_scale(name, tmp_path):
     for package in ("accelerate", "PIL", "imagecorruptions"):
@@ -186,8 +250,29 @@ def test_image_experiments_at_smoke_scale(name, tmp_path):
         for one in records:
             assert 0 < one["metrics"]["accuracy"]["value"] <= 1
             assert (one["draws_curve"] is None) == (one["method"] == "vanilla")
+    verdicts = {claim.judge(result).verdict for claim in CLAIMS if claim.experiment == name}
+    assert "not tested here" in verdicts  # S = 100 is not in the curve; smoke has no ECMP on images of its own
+    assert (verdicts == {"not tested here"}) == (name == "imagenet")
     if name == "imagenet":
         assert result["methods"]["vanilla"][0]["corruptions"]["mce"] == pytest.approx(100)
+    else:
+        assert result["methods"]["vanilla"][0]["draw_schemes"] is None
+        assert "draw_schemes" not in result["methods"]["dropout"][1]  # of the first seed's networks only
+        schemes = result["methods"]["ecmp_bn_output"][0]["draw_schemes"]
+        assert schemes["iid"]["repeats"] == schemes["balanced"]["repeats"] == [10, 10, 2]
+        assert schemes["iid"]["curve"]["nll"] != schemes["balanced"]["curve"]["nll"]
+        header, lines = list(found.tables(result).values())[-1]
+        assert [line[:4] for line in lines[:3]] == [
+            ["emp_bn_output", "1", "iid", "10"],
+            ["emp_bn_output", "1", "balanced", "10"],
+            ["emp_bn_output", "5", "iid", "10"],
+        ]
+        curve = schemes["balanced"]["curve"]["ece"]
+        value, error = lines[-7][header.index("ECE %")].split(" ± ")  # ECMP at S = 20; three methods of six lines
+        assert lines[11][:3] == ["ecmp_bn_output", "20", "balanced"]
+        assert lines[-7] == lines[11]
+        assert float(value) == pytest.approx(100 * curve["value"][2], rel=1e-3)
+        assert float(error) == pytest.approx(100 * curve["standard_error"][2] * 2**0.5, rel=0.05)  # of a single group
     began = (tmp_path / "work" / f"{name}-smoke" / "vanilla-0" / "last.safetensors").stat().st_mtime_ns
     assert reproduce(found, "smoke", setting, tmp_path)["result"] == result  # goes on from its run folders
     assert (tmp_path / "work" / f"{name}-smoke" / "vanilla-0" / "last.safetensors").stat().st_mtime_ns == began

@@ -17,10 +17,11 @@ from patchbayes.experiments import (
     regression_variants,
 )
 from patchbayes.experiments.experiment import SCALES, Setting, paper_table, reproduce
-from patchbayes.experiments.regression_comparison import corrected_test, two_sided_p
+from patchbayes.experiments.regression_comparison import corrected_test, paired_test
 from patchbayes.experiments.regression_sets import METHODS, PAPER, Protocol, config_of, plan, recipe_of, run, run_all
 from patchbayes.experiments.regression_splits import SETS, read_splits
 from patchbayes.experiments.regression_variants import VARIANTS
+from patchbayes.metrics.student import two_sided_p
 
 TINY = Protocol(recipe={"epochs": 2, "batch_size": 12}, splits=2, draws=7)
 
@@ -204,6 +205,12 @@ def test_command_lines(folder, tmp_path, capsys, monkeypatch):
     with pytest.raises(SystemExit):
         regression_sets.main(words)
     assert "--data-dir" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as left:
+        regression_sets.main([*words[:-1], str(tmp_path / "new"), "--data-dir", str(tmp_path / "nowhere")])
+    assert left.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("regression_sets: ")
+    assert "nowhere" in said
 
 
 def test_student_t_and_the_corrected_test(generator):
@@ -213,14 +220,15 @@ def test_student_t_and_the_corrected_test(generator):
             assert two_sided_p(t, degrees) == pytest.approx(2 * stats.t.sf(abs(t), degrees), rel=1e-9, abs=1e-14)
     ours, theirs = torch.randn(2, 20, generator=generator, dtype=torch.float64).tolist()
     uncorrected = stats.ttest_rel(ours, theirs)
-    test = corrected_test(ours, theirs, num_train=10**12, num_test=1)  # no overlap to correct for
-    assert test.p == pytest.approx(uncorrected.pvalue, rel=1e-6)
+    test = paired_test(ours, theirs)
+    assert test.p == pytest.approx(uncorrected.pvalue, rel=1e-9)
+    assert test.degrees == 19
     widened = corrected_test(ours, theirs, num_train=90, num_test=10)
     assert widened.standard_error / test.standard_error == pytest.approx(((1 / 20 + 1 / 9) * 20) ** 0.5, rel=1e-6)
     assert widened.difference == test.difference
     assert corrected_test([1.0, 2.0], [1.0, 2.0], 9, 1).p == 1
     assert corrected_test([2.0, 3.0], [1.0, 2.0], 9, 1).significant
-    with pytest.raises(PatchbayesError, match="at least two splits"):
+    with pytest.raises(PatchbayesError, match="at least two splits or seeds"):
         corrected_test([1.0], [2.0], 9, 1)
 
 

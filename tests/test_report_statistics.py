@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
+from patchbayes.metrics.student import student_t
 from patchbayes.report.collapse import sentence, verdict
-from patchbayes.report.estimates import Estimate, beats, best, mean_interval, over_seeds, student_t
+from patchbayes.report.estimates import Estimate, beats, best, mean_interval, over_seeds
 from patchbayes.report.groups import compare
 from patchbayes.report.measures import Measure, measure
 from patchbayes.report.records import read_run

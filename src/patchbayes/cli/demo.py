@@ -150,7 +150,7 @@ def _interval(values: Sequence[float]) -> str:
 
 def _reach(values: Sequence[float]) -> float:
     """Half the width of the 95 % interval of the mean."""
-    from ..report.estimates import student_t
+    from ..metrics.student import student_t
 
     if len(values) < 2:
         return float("inf")

@@ -18,7 +18,7 @@ def reproduce(
     work: Annotated[Path | None, typer.Option(help="Folder of unfinished work; by default RESULTS/work.")] = None,
     docs: Annotated[Path, typer.Option(help="Folder of the summary page.")] = Path("docs"),
     list_all: Annotated[bool, typer.Option("--list", help="List the experiments.")] = False,
-    verify: Annotated[bool, typer.Option("--verify", help="Check the summary page against the records.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Check the pages against the records.")] = False,
     write_docs: Annotated[bool, typer.Option("--write-docs", help="Write the summary page from the records.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON.")] = False,
 ) -> None:
@@ -40,8 +40,14 @@ def reproduce(
         rows = [[e.name, ", ".join(e.items), *(e.duration[s] for s in experiments.SCALES)] for e in found]
         show_table(["experiment", "of the paper", *experiments.SCALES], rows)
     elif verify:
-        summary.verify_summary(results, docs)
-        show(f"{docs / 'results.md'} is what the records in {results} say.")
+        figures = summary.verify_summary(results, docs)
+        show(
+            f"{docs / 'results.md'} is what the records in {results} and {results.parent} say; its {figures} figures are there."
+        )
+        if summary.verify_readme(docs):
+            show("README.md: its tables are what the records say.")
+        else:
+            show("README.md: not checked; that is done in a checkout of the project.")
     elif write_docs:
         for path in summary.write_summary(results, docs):
             show(f"written: {path}")

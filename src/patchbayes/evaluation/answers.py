@@ -71,33 +71,51 @@ def class_answers(
 ) -> ClassAnswers:
     """The predictive of a classifier, patched or not, with the scores of smaller numbers of draws beside it.
 
-    An unpatched network answers once; its mutual information and disagreement are zero. The points of the curve come from
-    stratified draws, which `predict` takes by default for few draws.
+    An unpatched network answers once; its mutual information and disagreement are zero. A point S of the curve comes from
+    groups of S draws of the kind that `predict` makes for S by that `sampling`; where it would take all networks there are,
+    from stratified ones (independent ones for "iid").
     """
     if not is_patched(model):
         return _plain_class_answers(model, batches)
     taken = make_draws(model, network_of(model), draws, sampling, None)
     points = [number for number in curve if number <= draws]
-    repeated = taken
-    if points and taken.schemes != {"stratified"}:
-        repeated = Draws.stratify(model, max(points))
+    pools = _pools(model, taken, points, draws, sampling)
     parts: list[tuple[Tensor, ...]] = []
     scores: dict[int, list[tuple[Tensor, ...]]] = {number: [] for number in points}
     for inputs, targets in batches:
         prediction = predict(model, inputs, taken, keep_draws=True)
-        single = prediction.draw_probs
-        unlike = _disagreement(single.argmax(-1), prediction.weights)
+        unlike = _disagreement(prediction.draw_probs.argmax(-1), prediction.weights)
         parts.append((prediction.log_probs, targets, prediction.mutual_information, unlike))
-        if repeated is not taken:
-            single = predict(model, inputs, repeated, keep_draws=True).draw_probs
-        for number in points:
-            scores[number].append(_scores_of_groups(number, single, targets))
+        for pool, numbers in pools:
+            kept = prediction if pool is taken else predict(model, inputs, pool, keep_draws=True)
+            for number in numbers:
+                scores[number].append(_scores_of_groups(number, kept.draw_probs, targets))
     joined = [torch.cat(column).cpu() for column in zip(*parts, strict=True)]
     at_draws = {
         number: ScoresAtDraws(*(torch.cat(column, dim=1).cpu() for column in zip(*rows, strict=True)))
         for number, rows in scores.items()
     }
     return ClassAnswers(joined[0], joined[1], joined[2], joined[3], at_draws, len(taken), taken.is_exact)
+
+
+def _pools(
+    model: nn.Module, taken: Draws, points: Iterable[int], draws: int, sampling: Sampling
+) -> list[tuple[Draws, list[int]]]:
+    """Draws that are cut into groups, each kind with its numbers of draws; `taken` itself where it is of that kind."""
+    makers = {"iid": Draws.sample, "stratified": Draws.stratify, "orthogonal": Draws.orthogonalize}
+    of_kind: dict[str, list[int]] = {}
+    for number in points:
+        (kind,) = make_draws(model, network_of(model), number, sampling, None).schemes
+        if kind not in makers:
+            kind = "iid" if sampling == "iid" else "stratified"
+        of_kind.setdefault(kind, []).append(number)
+    return [
+        (
+            taken if taken.schemes == {kind} else makers[kind](model, min(draws, _REPEATS * max(numbers))),
+            numbers,
+        )
+        for kind, numbers in of_kind.items()
+    ]
 
 
 def plain_outputs(model: nn.Module, inputs: Tensor) -> Tensor:

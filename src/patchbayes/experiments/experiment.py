@@ -112,6 +112,12 @@ def read_record(folder: Path, name: str, scale: Scale) -> dict[str, Any] | None:
     return record
 
 
+def largest_record(folder: Path, name: str) -> dict[str, Any] | None:
+    """The record of the largest scale that was run; smoke runs are tests, not results."""
+    records = (read_record(folder, name, scale) for scale in reversed(SCALES[1:]))
+    return next((record for record in records if record is not None), None)
+
+
 def paper_table(name: str) -> list[dict[str, str]]:
     """The rows of a table as published; an empty text where the paper gives no number."""
     text = (resources.files(__package__) / "paper" / f"{name}.csv").read_text()

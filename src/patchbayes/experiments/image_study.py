@@ -4,13 +4,19 @@ Runs are folders of the working directory: an interrupted study goes on where it
 the same runs.
 """
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from ..errors import PatchbayesError
 from ..evaluation import Evaluating, evaluate
+from ..evaluation.answers import class_answers, fitting_batch_size
+from ..evaluation.classification import draws_curve
 from ..evaluation.evaluation import read_evaluation, write_evaluation
+from ..files import write_atomically
+from ..patching import is_patched
 from ..training import RunFolder, TrainingConfig, train
 from .experiment import Row, Setting, Table, as_text
 from .seed_statistics import interval_text, mean_of, paired_verdict
@@ -30,8 +36,20 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
+class DrawsStudy:
+    """How many draws testing needs: scores of groups of S draws out of `pool`, for each S of the curve.
+
+    Independent draws and balanced ones are made of the same networks and asked of the same examples, `split`.
+    """
+
+    pool: int
+    curve: tuple[int, ...]
+    split: str
+
+
+@dataclass(frozen=True)
 class Study:
-    """Networks to train and how to look at them."""
+    """Networks to train and how to look at them; `draws_study` is made with the first seed's networks."""
 
     data: str
     model: str
@@ -44,6 +62,7 @@ class Study:
     corruptions: bool | Path = False
     corruption_examples: int = 1000
     corruption_draws: int = 100
+    draws_study: DrawsStudy | None = None
     note: str = ""
     each: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
@@ -70,8 +89,11 @@ def run_study(study: Study, setting: Setting, name: str) -> dict[str, Any]:
         train(config, folder, resume=(folder / "config.json").exists(), quiet=True)
     records = _evaluated(study, setting, list(folders.values()))
     found: dict[str, list[dict[str, Any]]] = {label: [] for label in study.methods}
-    for (label, _), record in zip(folders, records, strict=True):
+    for (label, seed), record in zip(folders, records, strict=True):
         found[label].append(_kept(record))
+        if study.draws_study is not None and seed == 0:
+            schemes = _draw_schemes(study.draws_study, setting, folders[label, seed])
+            found[label][-1]["draw_schemes"] = schemes
     return {
         "data": study.data,
         "model": study.model,
@@ -105,6 +127,35 @@ def _evaluated(study: Study, setting: Setting, folders: Sequence[Path]) -> list[
     for folder, record in zip(folders, records, strict=True):
         write_evaluation(folder, record)
     return [read_evaluation(folder) for folder in folders]
+
+
+def _draw_schemes(wanted: DrawsStudy, setting: Setting, folder: Path) -> dict[str, Any] | None:
+    """The curves of i.i.d. and of balanced draws of a run, kept in its folder; None of an unpatched network."""
+    path = folder / "draw_schemes.json"
+    asked = json.loads(json.dumps(asdict(wanted)))
+    if path.exists():
+        try:
+            known = json.loads(path.read_text())
+            if known["asked"] == asked:
+                return dict(known["found"])
+        except (ValueError, KeyError, TypeError):
+            raise PatchbayesError(f"{path} cannot be read; delete it, and it is made again.") from None
+    run = RunFolder.open(folder)
+    model = run.model("last")
+    if not is_patched(model):
+        return None
+    data = run.dataset(setting.data_dir)
+    size = fitting_batch_size(wanted.pool, data.num_outputs)
+    found: dict[str, Any] = dict(asked)
+    samplings: tuple[Literal["iid", "balanced"], ...] = ("iid", "balanced")
+    for sampling in samplings:
+        setting.say(f"{folder.name}: {wanted.pool} {sampling} draws")
+        batches = data.batches(data.part(wanted.split), size)
+        at_draws = class_answers(model, batches, wanted.pool, curve=wanted.curve, sampling=sampling).at_draws
+        repeats = [len(scores.correct) for scores in at_draws.values()]
+        found[sampling] = {"repeats": repeats, "curve": draws_curve(at_draws)}
+    write_atomically(path, (json.dumps({"asked": asked, "found": found}, indent=1) + "\n").encode())
+    return found
 
 
 def _kept(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """Comparison of two methods over overlapping splits: the corrected paired t-test of Nadeau and Bengio (2003).
 
+Over independent seeds nothing is to be corrected: `paired_test` is the usual one.
+
 The training parts of random 90:10 splits overlap, so the differences are correlated and the usual paired test finds
 differences that are not there. The correction widens the variance of the mean by the ratio of test to training size:
 
@@ -12,17 +14,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import PatchbayesError
+from ..metrics.student import two_sided_p
 
 LEVEL = 0.01  # "better" only below
 
 
 @dataclass(frozen=True)
 class PairedTest:
-    """Mean of the differences over splits, its corrected standard error, and the two-sided p-value."""
+    """Mean of the differences over splits or seeds, its standard error, the two-sided p-value, and the degrees of freedom."""
 
     difference: float
     standard_error: float
     p: float
+    degrees: int
 
     @property
     def significant(self) -> bool:
@@ -31,26 +35,22 @@ class PairedTest:
 
 def corrected_test(ours: Sequence[float], theirs: Sequence[float], num_train: int, num_test: int) -> PairedTest:
     """Whether `ours` - `theirs`, paired by split, differs from zero."""
+    return _test(ours, theirs, num_test / num_train)
+
+
+def paired_test(ours: Sequence[float], theirs: Sequence[float]) -> PairedTest:
+    """Whether `ours` - `theirs`, paired by independent seeds, differs from zero."""
+    return _test(ours, theirs, 0.0)
+
+
+def _test(ours: Sequence[float], theirs: Sequence[float], overlap: float) -> PairedTest:
     if len(ours) != len(theirs) or len(ours) < 2:
         raise PatchbayesError(
-            f"corrected_test: pairs over at least two splits; {len(ours)} and {len(theirs)} values were given."
+            f"paired test: pairs over at least two splits or seeds; {len(ours)} and {len(theirs)} values were given."
         )
     differences = [a - b for a, b in zip(ours, theirs, strict=True)]
-    mean, variance = statistics.fmean(differences), statistics.variance(differences)
-    error = math.sqrt((1 / len(differences) + num_test / num_train) * variance)
+    mean, variance, degrees = statistics.fmean(differences), statistics.variance(differences), len(differences) - 1
+    error = math.sqrt((1 / len(differences) + overlap) * variance)
     if error == 0:
-        return PairedTest(mean, 0.0, 1.0 if mean == 0 else 0.0)
-    return PairedTest(mean, error, two_sided_p(mean / error, len(differences) - 1))
-
-
-def two_sided_p(t: float, degrees: int) -> float:
-    """P(|T| >= |t|) for Student's distribution with whole degrees of freedom, by its finite sum."""
-    theta = math.atan(abs(t) / math.sqrt(degrees))
-    sine, cosine = math.sin(theta), math.cos(theta)
-    odd = degrees % 2
-    term, total = (cosine if odd else 1.0), 0.0
-    for k in range(2 + odd, degrees + 1, 2):  # powers of the cosine up to degrees - 2
-        total += term
-        term *= cosine**2 * (k - 1) / k
-    inside = 2 / math.pi * (theta + sine * total) if odd else sine * total
-    return max(0.0, 1 - inside)
+        return PairedTest(mean, 0.0, 1.0 if mean == 0 else 0.0, degrees)
+    return PairedTest(mean, error, two_sided_p(mean / error, degrees), degrees)

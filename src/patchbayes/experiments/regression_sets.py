@@ -253,7 +253,10 @@ def main(words: Sequence[str] | None = None) -> None:
     protocol, sets = plan(given.scale)
     if given.epochs is not None:
         protocol = replace(protocol, recipe={**protocol.recipe, "epochs": given.epochs})
-    run_all(given.sets or sets, given.methods, protocol, Path(given.data_dir), given.out, say_with_time)
+    try:
+        run_all(given.sets or sets, given.methods, protocol, Path(given.data_dir), given.out, say_with_time)
+    except PatchbayesError as error:
+        parser.exit(2, f"regression_sets: {error}\n")
 
 
 def say_with_time(text: str) -> None:

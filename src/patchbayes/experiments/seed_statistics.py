@@ -4,7 +4,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from ..report.estimates import student_t
+from ..metrics.student import student_t
 
 _LEVEL = 0.99  # "better" only with p < 0.01
 

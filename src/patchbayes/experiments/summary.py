@@ -1,24 +1,39 @@
 """docs/results.md: what the records say, experiment by experiment, rendered from them and nothing else."""
 
 import io
-from collections.abc import Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import PatchbayesError
 from ..files import write_atomically
-from .experiment import SCALES, Experiment, Row, Table, as_text, read_record
+from .bayesianize_route import route_tables
+from .claims import claims_table
+from .experiment import Experiment, Row, Table, as_text, largest_record
 from .registry import experiment, names
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+#: Tables from records of other measurements, in the folder above the experiments' own, by the experiment they stand beside.
+_BESIDE: dict[str, Callable[[Path], dict[str, Table]]] = {"cifar100": route_tables}
+
+_CHECKOUT = Path(__file__).resolve().parents[3]  # the folder above src, where this is a checkout
+
 _OPENING = """# Results
 
-Every table and figure of the paper beside what this code measures. All numbers come from the records in `results/reproduce`;
+Every table and figure of the paper beside what this code measures. All numbers come from the records in `results`;
 `patchbayes reproduce --verify` renders this page again from them and compares. A verdict is *within* where our number lies
 within the stated tolerance of the paper's, *outside* where it does not, and *not comparable* where scale, data or protocol
 differ, with the reason.
+"""
+
+_CLAIMS = """What the paper says in words. That something is better is *confirmed* or *contradicted* only with p < 0.01, paired
+over seeds, rounds or splits (corrected for their overlap). A claim of several parts is confirmed by all of them, contradicted
+by any one. Differences of percentages are in points; negative ones favor the claim. A verdict is about what was run: where the
+record is of another network or of fewer epochs than the paper's, so is the verdict.
 """
 
 
@@ -29,25 +44,19 @@ def render(records: Path) -> dict[str, bytes]:
     for name in names():
         found = experiment(name)
         lines.append(f"## {found.title} ({', '.join(found.items)})\n")
-        record = _largest(records, name)
+        record = largest_record(records, name)
         if record is None:
             lines.append(f"Not run yet: `patchbayes reproduce {name}`.\n")
-            continue
-        lines += _section(found, record)
-        for title, figure in found.figures(record["result"]).items():
+        else:
+            lines += _section(found, record)
+        if name in _BESIDE:
+            lines += _titled(_BESIDE[name](records.parent))
+        for title, figure in (found.figures(record["result"]) if record else {}).items():
             files[f"figures/{title}.svg"] = svg(figure)
             lines.append(f"![{title.replace('_', ' ')}](figures/{title}.svg)\n")
+    lines += ["## Claims of the paper\n", _CLAIMS, markdown(claims_table(records))]
     files["results.md"] = ("\n".join(lines).rstrip() + "\n").encode()
     return files
-
-
-def _largest(records: Path, name: str) -> dict[str, Any] | None:
-    """The record of the largest scale that was run; smoke runs are tests, not results."""
-    for scale in reversed(SCALES[1:]):
-        record = read_record(records, name, scale)
-        if record is not None:
-            return record
-    return None
 
 
 def _section(found: Experiment, record: dict[str, Any]) -> list[str]:
@@ -59,9 +68,11 @@ def _section(found: Experiment, record: dict[str, Any]) -> list[str]:
     rows = found.rows(record["result"])
     if rows:
         lines += [markdown(comparison(rows)), ""]
-    for title, table in found.tables(record["result"]).items():
-        lines += [f"**{title}**\n", markdown(table), ""]
-    return lines
+    return lines + _titled(found.tables(record["result"]))
+
+
+def _titled(tables: Mapping[str, Table]) -> list[str]:
+    return [text for title, table in tables.items() for text in (f"**{title}**\n", markdown(table), "")]
 
 
 def comparison(rows: Sequence[Row]) -> Table:
@@ -104,12 +115,16 @@ def write_summary(records: Path, docs: Path) -> list[Path]:
     return written
 
 
-def verify_summary(records: Path, docs: Path) -> None:
-    """Raise where the page's text is not what the records say."""
+def verify_summary(records: Path, docs: Path) -> int:
+    """Raise where the page's text is not what the records say, or a figure of it is missing; the number of its figures.
+
+    Figures are not compared: their bytes depend on the version of matplotlib.
+    """
     page = docs / "results.md"
     if not page.exists():
         raise PatchbayesError(f"{page} does not exist; write it with patchbayes reproduce --write-docs.")
-    wanted, present = render(records)["results.md"].decode().splitlines(), page.read_text().splitlines()
+    files = render(records)
+    wanted, present = files.pop("results.md").decode().splitlines(), page.read_text().splitlines()
     for number, (new, old) in enumerate(zip(wanted, present, strict=False), start=1):
         if new != old:
             raise PatchbayesError(
@@ -117,3 +132,22 @@ def verify_summary(records: Path, docs: Path) -> None:
             )
     if len(wanted) != len(present):
         raise PatchbayesError(f"{page} has {len(present)} lines, the records give {len(wanted)}.")
+    for name in files:
+        path = docs / name
+        if not path.exists() or b"<svg" not in path.read_bytes():
+            raise PatchbayesError(f"{path} is not a figure; write it with patchbayes reproduce --write-docs.")
+    spare = {path.name for path in (docs / "figures").glob("*.svg")} - {Path(name).name for name in files}
+    if spare:
+        raise PatchbayesError(f"{docs / 'figures'}: {', '.join(sorted(spare))} belong to no record; delete them.")
+    return len(files)
+
+
+def verify_readme(docs: Path) -> bool:
+    """Raise where a table of README.md is not what its record says; False where `docs` is not that of this checkout."""
+    script = _CHECKOUT / "benchmarks" / "readme_tables.py"
+    if docs.resolve() != (_CHECKOUT / "docs").resolve() or not script.exists():
+        return False
+    done = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise PatchbayesError(done.stderr.strip() or f"{script} --check failed.")
+    return True

@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ..metrics.student import student_t
 from .measures import Direction
 
 LEVEL = 0.95
@@ -55,31 +56,8 @@ def over_seeds(
 def mean_interval(values: Sequence[float]) -> tuple[float, float]:
     """The 95 % t interval of the mean of at least two values."""
     mean = statistics.fmean(values)
-    half = student_t(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+    half = student_t(len(values) - 1, LEVEL) * statistics.stdev(values) / math.sqrt(len(values))
     return mean - half, mean + half
-
-
-def student_t(degrees: int, level: float = LEVEL) -> float:
-    """The t with P(|T| <= t) = level for Student's distribution with whole degrees of freedom."""
-    low, high = 0.0, 1.0
-    while _mass_within(high, degrees) < level:
-        high *= 2
-    for _ in range(80):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _mass_within(middle, degrees) < level else (low, middle)
-    return high
-
-
-def _mass_within(t: float, degrees: int) -> float:
-    """P(|T| <= t): the finite series in the angle atan(t / √ν) for whole ν."""
-    angle = math.atan2(t, math.sqrt(degrees))
-    cosine, total = math.cos(angle), 0.0
-    term = cosine if degrees % 2 else 1.0
-    for k in range(degrees % 2 + 2, degrees + 1, 2):
-        total += term
-        term *= cosine**2 * (k - 1) / k
-    total *= math.sin(angle)
-    return 2 / math.pi * (angle + total) if degrees % 2 else total
 
 
 def best(estimates: Sequence[Estimate], better: Direction, families: Sequence[int] | None = None) -> int | None:
