@@ -3,6 +3,7 @@
 import copy
 import json
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -124,9 +125,12 @@ def test_the_protocol_is_the_papers():
     dropout, ensemble = (recipe_of("yacht", method, PAPER) for method in ("dropout", "ensemble"))
     assert (dropout.norm, dropout.rate, ensemble.norm, ensemble.rate) == ("none", 0.005, "none", 0)
     assert (PAPER.tau, PAPER.draws, config_of("yacht", "ensemble", PAPER)["members"]) == (0.1, 10_000, 5)
-    assert plan("paper") == (PAPER, tuple(SETS))
-    assert plan("small") == (PAPER, tuple(name for name in SETS if name != "year"))
-    assert plan("smoke")[0].recipe["epochs"] < 10
+    assert plan("paper") == dict.fromkeys(SETS, PAPER)
+    small = plan("small")
+    assert list(small) == [name for name in SETS if name != "year"]
+    assert {name for name, protocol in small.items() if protocol != PAPER} == {"naval", "protein"}
+    assert small["naval"] == replace(PAPER, recipe={"epochs": 500})
+    assert plan("smoke")["yacht"].recipe["epochs"] < 10
 
 
 @pytest.mark.parametrize("method", METHODS)

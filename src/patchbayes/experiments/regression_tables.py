@@ -29,10 +29,11 @@ def run(scale: Scale, setting: Setting) -> dict[str, Any]:
         raise PatchbayesError(
             "regression: needs a data folder that holds uci/ (--data-dir or $PATCHBAYES_DATA) and a work folder."
         )
-    protocol, sets = plan(scale)
-    folder = setting.work_dir / "regression"
-    paths = run_all(sets, list(METHODS), protocol, Path(data_dir), folder, setting.say)
-    chosen = SETS_OF_VARIANTS if scale != "smoke" else ("yacht",)
+    folder, paths = setting.work_dir / "regression", list[Path]()
+    for name, protocol in plan(scale).items():
+        paths += run_all([name], list(METHODS), protocol, Path(data_dir), folder, setting.say)
+    chosen = SETS_OF_VARIANTS if scale == "paper" else ("yacht",)
+    protocol = plan(scale)["yacht"]
     variants = run_variants(chosen, list(VARIANTS), protocol, Path(data_dir), folder / "variants", setting.say)
     return result_of(paths, variants)
 
