@@ -4,6 +4,7 @@ The assignments of one step are computed together (`torch.func.vmap`) where thei
 it, else one after the other.
 """
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,7 +107,9 @@ class Execution:
             with hold(self.network, Drawn(key, one, explicit=True, examples=self.examples)):
                 return stage.run_many(*some)
 
-        return torch.func.vmap(run, in_dims=(0, *axes))(self.assignments.rows(step.draws), *arguments)
+        with warnings.catch_warnings():  # calibration sees for itself what is slow
+            warnings.filterwarnings("ignore", "There is a performance drop")
+            return torch.func.vmap(run, in_dims=(0, *axes))(self.assignments.rows(step.draws), *arguments)
 
     def _argument(self, name: int | str, place: int | str, fetch: Fetch | None, number: int) -> Any:
         if fetch is None:
