@@ -16,7 +16,7 @@ from patchbayes.data import read
 from patchbayes.data.corruptions import CORRUPTIONS
 from patchbayes.draws import Draws, network_of
 from patchbayes.errors import PatchbayesError
-from patchbayes.evaluation import Evaluating, evaluate, read_evaluation
+from patchbayes.evaluation import Evaluating, evaluate, read_evaluation, write_evaluation
 from patchbayes.evaluation.answers import class_answers
 from patchbayes.evaluation.robustness import fitted
 from patchbayes.metrics import disagreement
@@ -338,6 +338,26 @@ def assert_alike(found, expected):
 
 
 # options
+
+
+def test_an_interruption_keeps_the_runs_that_were_done(runs, tmp_path):
+    folders = [shutil.copytree(runs / name, tmp_path / name) for name in ("emp", "vanilla")]
+    for folder in folders:
+        (folder / "evaluation.json").unlink(missing_ok=True)
+
+    def interrupted_at_the_second(text):
+        if text == "evaluating vanilla":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(
+            [RunFolder.open(folder) for folder in folders],
+            Evaluating(draws=2),
+            interrupted_at_the_second,
+            write_evaluation,
+        )
+    assert read_evaluation(folders[0])["name"] == "emp"
+    assert not (folders[1] / "evaluation.json").exists()
 
 
 def test_split_and_checkpoint_and_temperature_part_change_the_record(runs, tmp_path):

@@ -72,9 +72,7 @@ def demo(
         replicates=300,
         command=shlex.join(["patchbayes", *sys.argv[1:]]),
     )
-    records = evaluate(runs, options, tell)
-    for run, record in zip(runs, records, strict=True):
-        write_evaluation(run.path, record)
+    records = evaluate(runs, options, tell, write_evaluation)
     report = write_report(records, [run.history() for run in runs], folder / "report.html", title="Digits, four ways")
     if as_json:
         show_json(records)

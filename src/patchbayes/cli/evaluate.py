@@ -69,9 +69,7 @@ def evaluate(
         command=shlex.join(["patchbayes", *sys.argv[1:]]),
     )
     folders = [RunFolder.open(path) for path in runs]
-    records = evaluate_runs(folders, options, tell)
-    for folder, record in zip(folders, records, strict=True):
-        write_evaluation(folder.path, record)
+    records = evaluate_runs(folders, options, tell, write_evaluation)
     if as_json:
         show_json(records)
         return

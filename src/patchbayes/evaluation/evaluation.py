@@ -64,9 +64,16 @@ class Evaluating:
 
 
 def evaluate(
-    runs: Sequence[RunFolder], options: Evaluating, say: Callable[[str], None] = lambda text: None
+    runs: Sequence[RunFolder],
+    options: Evaluating,
+    say: Callable[[str], None] = lambda text: None,
+    keep: Callable[[Path, dict[str, Any]], object] = lambda folder, record: None,
 ) -> list[dict[str, Any]]:
-    """A record for each run, in the order given; the first vanilla one is the reference of corruption errors."""
+    """A record for each run, in the order given; the first vanilla one is the reference of corruption errors.
+
+    `keep(folder, record)` is called as soon as a run is done, and again when the scores under corruption are there: with
+    `write_evaluation`, an interruption loses no more than the run at hand.
+    """
     if options.draws < 1 or options.corruption_draws < 1:
         raise PatchbayesError("evaluate: at least one draw is needed.")
     subjects = [_Subject(run, options) for run in runs]
@@ -80,8 +87,11 @@ def evaluate(
     for subject in subjects:
         say(f"evaluating {subject.name}")
         records.append(subject.record(others, say))
+        keep(subject.run.path, records[-1])
     if options.corruptions:
         _add_corruptions(subjects, records, options, say)
+        for subject, record in zip(subjects, records, strict=True):
+            keep(subject.run.path, record)
     return records
 
 
