@@ -166,19 +166,23 @@ def _executed(model: nn.Module, candidates: dict[str, nn.Module], example_input:
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients; afterwards modes, buffers and random state are what they were."""
-    modes = [(module, module.training) for module in model.modules()]
-    buffers = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+    modules = list(model.modules())
+    modes = [(module, module.training) for module in modules]
+    buffers = [(module._buffers, dict(module._buffers)) for module in modules]
     known = [b for _, held in buffers for b in held.values() if b is not None and not nn.parameter.is_lazy(b)]
     contents = [(buffer, buffer.clone()) for buffer in known]
-    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    parameters = [p for module in modules for p in module._parameters.values() if p is not None]
+    devices = {p.device for p in parameters if p.device.type == "cuda"}
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=sorted(devices, key=str)):
-            for module, _ in modes:
-                module.training = False
+            for module, training in modes:
+                if training:
+                    module.training = False
             yield
     finally:
         for module, training in modes:
-            module.training = training
+            if module.training != training:
+                module.training = training
         for holder, held in buffers:
             holder.clear()
             holder.update(held)
