@@ -91,7 +91,7 @@ def measure(name: str, seed: int, data: Dataset, folder: Path, options: argparse
     reference = metrics.fit_temperature(logits_of(model, Batches(data, fitting)), fitting.targets)
     few = {"clean": first_images(data, options)}
     few |= {c: corrupted(few["clean"], c, options.severity) for c in options.corruptions}
-    few_logits = {name: logits_of(model, Batches(data, split)) for name, split in few.items()}
+    few_logits = {kind: logits_of(model, Batches(data, split)) for kind, split in few.items()}
     rows = unpatched_rows(logits_of(model, Batches(data, scored)), scored.targets, reference)
     updating = model if options.statistics == "updating" else None
     start = time.perf_counter()
@@ -105,9 +105,9 @@ def measure(name: str, seed: int, data: Dataset, folder: Path, options: argparse
         return metrics.fit_temperature(average(model, Batches(data, on_top), draws, seed), on_top.targets)
 
     rows |= patched_rows(model, Batches(data, scored), options.draws, seed, temperature(options.draws))
-    some = {name: unpatched_rows(few_logits[name], split.targets, reference) for name, split in few.items()}
-    for name, split in few.items():
-        some[name] |= patched_rows(model, Batches(data, split), options.draws, seed)
+    some = {kind: unpatched_rows(few_logits[kind], split.targets, reference) for kind, split in few.items()}
+    for kind, split in few.items():
+        some[kind] |= patched_rows(model, Batches(data, split), options.draws, seed)
     for draws in options.more_draws:
         some["clean"] |= patched_rows(model, Batches(data, few["clean"]), draws, seed, temperature(draws))
     path = options.results / f".{name}_{seed}.patch"

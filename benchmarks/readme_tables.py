@@ -1,4 +1,4 @@
-"""Write the measured tables of README.md from the records in results/: python benchmarks/readme_tables.py [--check]"""
+"""Write the measured tables of README.md and docs from the records in results: python benchmarks/readme_tables.py [--check]"""
 
 import argparse
 import json
@@ -84,6 +84,88 @@ def _uci(record: dict[str, Any]) -> str:
     )
 
 
+def prediction_targets(record: dict[str, Any]) -> str:
+    """What was aimed at, in how many cells it was reached, and the worst cell of each kind."""
+    cells = record["cells"]
+    many = [cell for cell in cells if cell["draws"] == 200]
+    last = [cell for cell in many if cell["sites"] == "last"]
+    lines = ["| aim | cells | reached | median | worst |", "|---|---|---|---|---|"]
+    for aim, some, value, limit in (
+        ("engine / loop <= 1.05, same draws", cells, lambda c: c["ratio"], 1.05),
+        ("engine / arithmetic floor <= 1.05, S = 200", many, lambda c: c["floor_ratio"], 1.05),
+        (
+            "the same without the MLP",
+            [cell for cell in many if cell["network"] != "mlp"],
+            lambda c: c["floor_ratio"],
+            1.05,
+        ),
+        ("time to the loop's error at S = 200 <= 1/5", many, lambda c: c["to_error"], 0.2),
+        (
+            "last block, S = 200: engine / S unpatched passes <= 0.35",
+            last,
+            lambda c: c["engine"] / c["unpatched"],
+            0.35,
+        ),
+    ):
+        values = [value(cell) for cell in some]
+        worst = some[values.index(max(values))]
+        lines.append(
+            f"| {aim} | {len(some)} | {sum(v <= limit for v in values)} | {statistics.median(values):.3f} "
+            f"| {max(values):.3f} ({_where(worst)}) |"
+        )
+    rates = [1 / row["ratio"] for row in record["uci"]]
+    lines.append(
+        f"| regression network: 100 times faster than a loop of 200 | {len(rates)} | {sum(rate >= 100 for rate in rates)} "
+        f"| {statistics.median(rates):.0f} | {min(rates):.0f} |"
+    )
+    return "\n".join([*lines, "", f"Measured {_circumstances(record)}. Command: `{record['command']}`."])
+
+
+def _where(cell: dict[str, Any]) -> str:
+    sites = "last block, output" if cell["sites"] == "last" else "norm, output"
+    return f"{NAMES[cell['network']]}, {sites}, {cell['method'].upper()}, batch {cell['batch']}, S = {cell['draws']}"
+
+
+def prediction_grid(record: dict[str, Any]) -> str:
+    """All cells."""
+    lines = [
+        "| network | patched | method | batch | S | S unpatched passes, s | loop, s | engine, s | engine / loop (quartiles) "
+        "| arithmetic | engine / floor | to the loop's error |",
+        "|---" * 12 + "|",
+    ]
+    for cell in record["cells"]:
+        mark = "~" if cell["scaled"] else ""
+        seconds = " | ".join(f"{mark}{cell[column]:.3g}" for column in ("unpatched", "loop", "engine"))
+        low, high = cell["ratio_quartiles"]
+        sites = "last block, output" if cell["sites"] == "last" else "norm, output"
+        lines.append(
+            f"| {NAMES[cell['network']]} | {sites} | {cell['method'].upper()} | {cell['batch']} | {cell['draws']} | {seconds} "
+            f"| {cell['ratio']:.3f} ({low:.3f}-{high:.3f}) | {cell['work']:.3f} | {cell['floor_ratio']:.2f} "
+            f"| {format(cell['to_error'], '.3f') if 'to_error' in cell else ''} |"
+        )
+    return "\n".join(lines)
+
+
+def prediction_profile(record: dict[str, Any]) -> str:
+    """Where the time goes."""
+    kinds = sorted(
+        {kind for row in record["rows"] for name in ("engine", "floor") for kind in row[name]} - {"milliseconds"}
+    )
+    lines = [
+        "| network, patched, method | | profiled ms | " + " | ".join(kinds) + " |",
+        "|---" * (3 + len(kinds)) + "|",
+    ]
+    for row in record["rows"]:
+        sites = "last block, output" if row["sites"] == "last" else "norm, output"
+        where = f"{NAMES[row['network']]}, {sites}, {row['method'].upper()}"
+        for name, title in (("engine", f"{row['draws']} draws"), ("floor", f"{row['floor_passes']} unpatched passes")):
+            cells = [f"{100 * row[name].get(kind, 0):.0f} %" for kind in kinds]
+            lines.append(f"| {where} | {title} | {row[name]['milliseconds']:.3g} | {' | '.join(cells)} |")
+    return "\n".join(
+        [*lines, "", f"Batch {record['rows'][0]['batch']}, {_circumstances(record)}. Command: `{record['command']}`."]
+    )
+
+
 def rivals(record: dict[str, Any]) -> str:
     rows = record["rivals"]
     numbers = sorted({row["draws"] for row in rows})
@@ -128,8 +210,9 @@ def early_stopping(record: dict[str, Any]) -> str:
 def bayesianize(records: list[dict[str, Any]]) -> str:
     """Scores of the public CIFAR-100 networks: mean over seeds, and the largest distance from it."""
     lines = ["| network | | NLL | ECE (floor) | accuracy |", "|---|---|---|---|---|"]
-    for network in dict.fromkeys(record["network"] for record in records):
-        own = [record for record in records if record["network"] == network]
+    networks = [_network(record) for record in records]
+    for network in dict.fromkeys(networks):
+        own = [record for record in records if _network(record) == network]
         shared = [title for title in own[0]["rows"] if all(title in record["rows"] for record in own)]
         for title in shared:
             rows = [record["rows"][title] for record in own]
@@ -139,11 +222,11 @@ def bayesianize(records: list[dict[str, Any]]) -> str:
                 f"{_mean_and_reach([100 * row['ece'] for row in rows], 2, ' %')} ({100 * floor:.2f} %)",
                 _mean_and_reach([100 * row["accuracy"] for row in rows], 2, " %"),
             ]
-            lines.append(f"| {network.removeprefix('cifar_')} | {title} | {' | '.join(cells)} |")
+            lines.append(f"| {network} | {title} | {' | '.join(cells)} |")
     seeds = ", ".join(str(seed) for seed in sorted({record["seed"] for record in records}))
     minutes = ", ".join(f"{record['seconds']['all'] / 60:.0f}" for record in records)
-    sizes = {record["network"]: record["patch_file_bytes"] / record["model_bytes"] for record in records}
-    share = " and ".join(f"{100 * size:.0f} % ({name.removeprefix('cifar_')})" for name, size in sizes.items())
+    sizes = {_network(record): record["patch_file_bytes"] / record["model_bytes"] for record in records}
+    share = " and ".join(f"{100 * size:.0f} % ({name})" for name, size in sizes.items())
     lines += [
         "",
         "CIFAR-100, networks trained by others; test images 0-3999 choose the spread, 4000-4999 fit the temperature on top, "
@@ -154,6 +237,11 @@ def bayesianize(records: list[dict[str, Any]]) -> str:
         "Command: `python benchmarks/bayesianize.py`.",
     ]
     return "\n".join(lines)
+
+
+def _network(record: dict[str, Any]) -> str:
+    """From the record's name: in some of the first records the field "network" holds something else."""
+    return str(record["benchmark"].removeprefix("bayesianize_cifar_").partition("_seed")[0])
 
 
 def _mean_and_reach(values: list[float], digits: int, unit: str) -> str:
@@ -167,18 +255,22 @@ def _circumstances(record: dict[str, Any]) -> str:
     return f"on {machine['processor']}, {machine['threads']} threads, commit {record['commit']}"
 
 
-#: Tables that README.md can hold, with the record each is made from.
+#: Pages with tables, and the tables that they can hold with the record each is made from.
+PAGES = ("README.md", "docs/prediction.md")
 TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "bayesianize": ("bayesianize_*_seed?", bayesianize),
     "training_overhead": ("training_overhead", training_overhead),
     "prediction": ("prediction", prediction),
+    "prediction_targets": ("prediction", prediction_targets),
+    "prediction_grid": ("prediction", prediction_grid),
+    "prediction_profile": ("prediction_profile", prediction_profile),
     "rivals": ("prediction", rivals),
     "early_stopping": ("early_stopping", early_stopping),
 }
 
 
 def render(text: str, results: Path = ROOT / "results") -> str:
-    """The text of README.md with every table that it holds made anew from its record."""
+    """The text of a page with every table that it holds made anew from its record."""
     for name, (record, table) in TABLES.items():
         start, end = f"<!-- table: {name} -->\n", "<!-- end table -->"
         if start in text:
@@ -192,12 +284,14 @@ def render(text: str, results: Path = ROOT / "results") -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="only say whether README.md is up to date")
-    path = ROOT / "README.md"
-    before = path.read_text()
-    after = render(before)
-    if parser.parse_args().check:
-        sys.exit(0 if before == after else "README.md differs from the records: run python benchmarks/readme_tables.py")
-    path.write_text(after)
+    check = parser.parse_args().check
+    for path in (ROOT / page for page in PAGES):
+        before = path.read_text()
+        after = render(before)
+        if check and before != after:
+            sys.exit(f"{path.name} differs from the records: run python benchmarks/readme_tables.py")
+        if not check:
+            path.write_text(after)
 
 
 if __name__ == "__main__":

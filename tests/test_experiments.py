@@ -216,7 +216,8 @@ def test_tables_of_the_readme_are_verified(tmp_path, monkeypatch):
 def route_record(network, seed, nll, *more):
     row = {"nll": nll, "ece": 0.04, "ece_floor": 0.02, "accuracy": 0.7}
     rows = {"original": row, "bayesianized S=20 and temperature": row} | dict.fromkeys(more, row)
-    return {"network": network, "seed": seed, "scored": "test[5000:]", "rows": rows}
+    some = {"images": 30, "severity": 2, "rows": {"clean": rows, "fog": {"original": row | {"nll": nll + 2}}}}
+    return {"network": network, "seed": seed, "scored": "test[5000:]", "rows": rows, "some": some}
 
 
 def test_networks_of_others_stand_beside_those_trained_here(tmp_path):
@@ -230,6 +231,8 @@ def test_networks_of_others_stand_beside_those_trained_here(tmp_path):
     assert "| net | original | 1 | 2 | 1.1 ± 1.3 | 4 | 2 | 70 |" in page
     assert "| net | bayesianized and temperature | 20 | 2 | 1.1 ± 1.3 |" in page
     assert "| net | extra | 1 | 1 | 1.2 | 4 | 2 | 70 |" in page  # one seed: no interval
+    assert "the first 30 of these images, clean and corrupted (severity 2)" in page
+    assert "| fog | net | original | 1 | 2 | 3.1 ± 1.3 | 4 | 2 | 70 |" in page
     path.write_text(json.dumps({"network": "net"}))
     with pytest.raises(PatchbayesError, match=r"seed1.json is not a record of benchmarks/bayesianize.py"):
         summary.render(records)

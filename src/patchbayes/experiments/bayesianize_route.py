@@ -14,7 +14,7 @@ from ..errors import PatchbayesError
 from .experiment import Table
 from .seed_statistics import interval_text
 
-_NAMES = "bayesianize_*_seed*.json"
+_NAMES = "bayesianize_*_seed?.json"
 
 
 def route_tables(results: Path) -> dict[str, Table]:
@@ -22,18 +22,36 @@ def route_tables(results: Path) -> dict[str, Table]:
     records = [_read(path) for path in sorted(results.glob(_NAMES))]
     if not records:
         return {}
+    parts = " and ".join(sorted({record["scored"] for record in records}))
+    title = (
+        f"Networks trained by others, made Bayesian (`python benchmarks/bayesianize.py`), scored on {parts}: mean and 95 % "
+        "interval over seeds"
+    )
+    header = ["network", "prediction", "S", "seeds", "NLL", "ECE %", "floor %", "top-1 %"]
+    made: dict[str, Table] = {title: (header, _lines(records))}
+    some = [record | {"rows": rows, "inputs": kind} for record in records for kind, rows in record["some"].items()]
+    if some:
+        lines = []
+        for kind in dict.fromkeys(record["inputs"] for record in some):
+            own = [record for record in some if record["inputs"] == kind]
+            lines += [[kind, *line] for line in _lines(own)]
+        images, severity = some[0]["images"], some[0]["severity"]
+        made[f"The same on the first {images} of these images, clean and corrupted (severity {severity})"] = (
+            ["images", *header],
+            lines,
+        )
+    return made
+
+
+def _lines(records: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """A line for each network and row."""
     lines = []
     for network in dict.fromkeys(record["network"] for record in records):
         own = [record for record in records if record["network"] == network]
         for title in dict.fromkeys(title for record in own for title in record["rows"]):
             rows = [record["rows"][title] for record in own if title in record["rows"]]
             lines.append([network, *_cells(title, rows)])
-    parts = sorted({record["scored"] for record in records})
-    title = (
-        f"Networks trained by others, made Bayesian (`python benchmarks/bayesianize.py`), scored on {' and '.join(parts)}: "
-        "mean and 95 % interval over seeds"
-    )
-    return {title: (["network", "prediction", "S", "seeds", "NLL", "ECE %", "floor %", "top-1 %"], lines)}
+    return lines
 
 
 def _cells(title: str, rows: Sequence[dict[str, float]]) -> list[str]:
@@ -60,7 +78,10 @@ def _interval(values: Sequence[float], digits: int) -> str:
 def _read(path: Path) -> dict[str, Any]:
     try:
         record = json.loads(path.read_text())
-        found = {key: record[key] for key in ("network", "seed", "scored", "rows")}
+        found = {key: record[key] for key in ("seed", "scored", "rows")}
+        found["network"] = path.stem.removeprefix("bayesianize_").partition("_seed")[0]
+        more = record.get("some", {"rows": {}, "images": 0, "severity": 0})
+        found |= {"some": more["rows"], "images": more["images"], "severity": more["severity"]}
         for row in found["rows"].values():
             for key in ("nll", "ece", "ece_floor", "accuracy"):
                 float(row[key])
