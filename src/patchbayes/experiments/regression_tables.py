@@ -12,7 +12,7 @@ from .experiment import Experiment, Row, Scale, Setting, Table, as_text, paper_t
 from .regression_comparison import corrected_test
 from .regression_sets import METHODS, plan, run_all
 from .regression_splits import SETS
-from .regression_variants import SETS_OF_VARIANTS, VARIANTS, run_variants
+from .regression_variants import FIRST_VARIANTS, SETS_OF_VARIANTS, VARIANTS, run_variants
 
 _METRICS = {"rmse": "RMSE", "lpd": "LPD"}
 _LABELS = {"ecmp": "ECMP", "emp": "EMP", "dropout": "dropout", "ensemble": "ensemble", "vanilla": "vanilla"}
@@ -33,8 +33,9 @@ def run(scale: Scale, setting: Setting) -> dict[str, Any]:
     for name, protocol in plan(scale).items():
         paths += run_all([name], list(METHODS), protocol, Path(data_dir), folder, setting.say)
     chosen = SETS_OF_VARIANTS if scale == "paper" else ("yacht",)
+    readings = FIRST_VARIANTS if scale == "small" else tuple(VARIANTS)
     protocol = plan(scale)["yacht"]
-    variants = run_variants(chosen, list(VARIANTS), protocol, Path(data_dir), folder / "variants", setting.say)
+    variants = run_variants(chosen, readings, protocol, Path(data_dir), folder / "variants", setting.say)
     return result_of(paths, variants)
 
 
