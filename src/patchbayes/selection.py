@@ -184,11 +184,12 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             if module.training != training:
                 module.training = training
         for holder, held in buffers:
-            holder.clear()
-            holder.update(held)
+            if isinstance(holder, dict):  # scripted modules hold theirs elsewhere
+                holder.clear()
+                holder.update(held)
         with torch.no_grad():
             for buffer, content in contents:
-                if not torch.equal(buffer, content):
+                if buffer.layout != torch.strided or not torch.equal(buffer, content):
                     buffer.copy_(content)
 
 

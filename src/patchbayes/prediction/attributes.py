@@ -1,11 +1,38 @@
 """What a network's modules hold at one moment, to tell whether a forward pass changed it, and to put it back."""
 
 from collections import deque
+from collections.abc import Hashable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 SCALARS = (bool, int, float, complex, str, bytes, type(None))
+
+PLAIN = (*SCALARS, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, range, slice)
+_MOST = 32  # entries of a list or dictionary that are looked at
+
+
+def described(value: Any) -> Hashable:
+    """What tells a value from what it may become: kind and value of plain ones, identity and version of tensors.
+
+    Lists, dictionaries, tuples and sets of a few plain values are told by their content, all else by identity.
+    """
+    kind = value.__class__
+    if kind is float:
+        return kind, value.hex()
+    if kind in _KINDS:
+        return kind, value
+    if isinstance(value, Tensor):
+        return kind, id(value), -1 if value.is_inference() else value._version
+    if isinstance(value, list | dict | tuple | set) and len(value) <= _MOST:
+        items = [*value, *value.values()] if isinstance(value, dict) else list(value)
+        if all(item.__class__ in _KINDS for item in items):
+            return kind, repr(value)
+    return kind, id(value)
+
+
+_KINDS = frozenset(PLAIN) - {slice}
 
 
 class Attributes:

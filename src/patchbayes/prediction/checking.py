@@ -61,6 +61,10 @@ def _check_stages(
     output: Callable[[Any], Tensor],
 ) -> str | None:
     schedule = Schedule(form.finest, itinerary.walk)
+    assert form.traced is not None
+    constants = [
+        (t, t._version) for t in form.traced.targets.values() if isinstance(t, Tensor) and not t.is_inference()
+    ]
     inspection = _Inspection(schedule.graph, network, itinerary.assignments, arguments, examples)
     last = itinerary.walk.order[-1]
     try:
@@ -69,6 +73,8 @@ def _check_stages(
         mine = output(raw)
     except Exception as error:
         return f"running by stages failed ({type(error).__name__}: {error})"
+    if inspection.conflict or any(tensor._version != version for tensor, version in constants):
+        return "it changes in place what another part of it uses"
     form.flops, form.num_values = inspection.flops, num_values(arguments)
     form.joins = not any(stage.clone_inputs for stage in schedule.graph.stages)
     form.forget_itineraries()
@@ -97,15 +103,31 @@ class _Inspection(Execution):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.flops: dict[Sites, int] = {}
+        self.conflict = False
 
     def run(self, stage: Stage, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        tensors = tensors_in(arguments)
-        versions = [tensor._version for tensor in tensors]
+        held = [*tensors_in(self.arguments), *(t for block in self.blocks.values() for t in tensors_in(block.values))]
+        given = [tensors_in(argument) for argument in arguments]
+        versions = [[tensor._version for tensor in tensors] for tensors in given]
         with FlopCounterMode(display=False) as counter:
             outputs = stage.run_many(*arguments)
         self.flops[stage.keys[0]] = counter.get_total_flops()
-        stage.clone_inputs = versions != [tensor._version for tensor in tensors]
+        for source, tensors, before in zip(stage.sources, given, versions, strict=True):
+            for tensor, version in zip(tensors, before, strict=True):
+                if tensor._version != version:
+                    stage.clone_inputs = True
+                    outside = source.op == "placeholder" or any(user not in stage.members for user in source.users)
+                    self.conflict |= outside or _is_shared(tensor, [*held, *(t for some in given for t in some)])
         return outputs
+
+
+def _is_shared(tensor: Tensor, others: list[Tensor]) -> bool:
+    """Whether another tensor looks at the same memory."""
+    memory = tensor.untyped_storage().data_ptr()
+    return any(
+        other is not tensor and other.layout == torch.strided and other.untyped_storage().data_ptr() == memory
+        for other in others
+    )
 
 
 def _check_whole(

@@ -181,12 +181,10 @@ def _collect(results: Results, output: Callable[[Any], Tensor]) -> Tensor:
     """What `output` takes from the results of each draw, (D, B, ...)."""
     whole = results.whole
     if whole is not None:
-        try:
-            sample = output(results.one(0))
-            if sample.shape == whole.shape[1:] and sample.data_ptr() == whole.data_ptr():
-                return whole
-        except RuntimeError:
-            pass
+        first = results.one(0)
+        probe = first.clone()
+        if output(probe) is probe and torch.equal(probe, first):  # it takes the output as it is
+            return whole
     return torch.stack([output(results.one(number)) for number in range(len(results))])
 
 

@@ -10,11 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 
 from ..draws import Draws
 from ..network import Network
 from ..selection import call
+from .attributes import PLAIN, described
 from .calibration import Setting
 from .execution import tensors_in
 from .graph import Sites, Stage, StageGraph, cut, stage_keys
@@ -24,6 +26,7 @@ from .schedule import Schedule
 from .tracing import Traced, Untraceable, trace
 from .walk import Assignments, Walk, plan_walk
 
+_INTERNAL = frozenset(vars(nn.Module()))
 _SEVERAL = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _FORMS = 16  # remembered for a network, and ways to join its stages for a form
 _ITINERARIES = 4  # remembered for a form
@@ -85,6 +88,8 @@ class Form:
         try:
             if constants is None:
                 raise Untraceable("its forward takes any number of arguments")
+            if any(_has_hooks(module) for module in _modules(model) if module is model or module._modules):
+                raise Untraceable("a part of it that holds others has hooks")
             traced = trace(model, network, constants)
         except Untraceable as error:
             reason = f"the network cannot be traced ({error})"
@@ -165,6 +170,12 @@ class Form:
         return self._graphs[joined]
 
 
+def _has_hooks(module: nn.Module) -> bool:
+    """Hooks of the user's; the layers' own make sure that there is a draw."""
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    return any(not getattr(hook, "__module__", "").startswith("patchbayes.") for hook in hooks)
+
+
 def _make_room(remembered: dict[Any, Any], most: int) -> None:
     """Forget the eldest of what is remembered, if there are too many."""
     if len(remembered) >= most:
@@ -194,11 +205,17 @@ def look_up(model: nn.Module, network: Network, inputs: Any, compile: bool) -> t
     arguments = {"inputs": inputs} if bound is None else bound
     constants = {name: value for name, value in arguments.items() if not tensors_in(value)}
     structure = tuple(_state(module) for module in _modules(model))
-    key = (structure, id(network.layout), bound is None, tuple(arguments), repr(constants), compile)
+    leaves, spec = tree_flatten(arguments)
+    fixed = tuple("tensor" if isinstance(leaf, Tensor) else described(leaf) for leaf in leaves)
+    key = (structure, id(network.layout), bound is None, str(spec), fixed, compile)
     remembered: _Remembered = vars(network).setdefault("_forms", _Remembered())
     if key not in remembered:
         _make_room(remembered, _FORMS)  # attributes that change with every call would fill the memory with graphs
         remembered[key] = Form.of(model, network, None if bound is None else constants, compile)
+        strange = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, *PLAIN))]
+        if strange:
+            remembered[key].fallback = f"an argument holds a {type(strange[0]).__name__}, which may change unseen"
+            remembered[key].checked = True
     form = remembered[key]
     return form, {"inputs": inputs} if form.traced is None else arguments
 
@@ -223,15 +240,16 @@ def _modules(model: nn.Module) -> list[nn.Module]:
 
 def _state(module: nn.Module) -> tuple[Any, ...]:
     """What tracing takes from a module as constant: of those that hold others, all attributes (leaves run as they are)."""
-    state: list[Any] = [id(module), *module._forward_pre_hooks, None, *module._forward_hooks, "forward" in vars(module)]
+    hooks = (*module._forward_pre_hooks, None, *module._forward_hooks)
+    state: list[Any] = [id(module), type(module), *hooks, "forward" in vars(module)]
     if module._modules:
-        state += (value if isinstance(value, int | float | str | None) else id(value) for value in _attributes(module))
+        state += map(described, _attributes(module))
     return tuple(state)
 
 
 def _attributes(module: nn.Module) -> Iterator[Any]:
     for name, value in vars(module).items():
-        if not name.startswith("_"):
+        if name not in _INTERNAL and not name.startswith("_patchbayes"):
             yield name
             yield value
     yield from module._parameters.values()

@@ -30,6 +30,7 @@ class Stage:
     run       the operations for one draw: arguments -> tuple of outputs.
     run_many  the same in the form that torch.func.vmap takes over several draws.
     folded    batch norms that `run` may fold into the convolution before them.
+    sources   the traced operations that the inputs come from; members: those of this stage.
     """
 
     keys: tuple[Sites, ...]
@@ -41,6 +42,8 @@ class Stage:
     run_many: Callable[..., tuple[Any, ...]]
     num_operations: int
     folded: list[FoldedNorm] = field(default_factory=list)
+    sources: list[fx.Node] = field(default_factory=list)
+    members: frozenset[fx.Node] = frozenset()
     clone_inputs: bool = False
     apart: bool = False
 
@@ -118,12 +121,14 @@ def _stage(
     graph = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {}
     inputs: list[tuple[int | str, int | str]] = []
+    sources: list[fx.Node] = []
     for node in nodes:  # placeholders must stand before all else
         for argument in node.all_input_nodes:
             outside = argument.op == "placeholder" or belongs[argument] != belongs[node]
             if outside and argument not in copied:
                 copied[argument] = graph.placeholder(f"argument_{len(inputs)}")
                 inputs.append(("input", str(argument.target)) if argument.op == "placeholder" else exported[argument])
+                sources.append(argument)
     final: list[Any] = []
     for node in nodes:
         if node is result:
@@ -146,4 +151,6 @@ def _stage(
         affine_norms(graph, traced.targets),
         sum(node.op.startswith("call") for node in nodes),
         folded,
+        sources,
+        frozenset(nodes),
     )
