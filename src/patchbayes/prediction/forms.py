@@ -88,7 +88,7 @@ class Form:
         try:
             if constants is None:
                 raise Untraceable("its forward takes any number of arguments")
-            if any(_has_hooks(module) for module in _modules(model) if module is model or module._modules):
+            if any(_has_hooks(module) for module in _modules(model) if module is model or _is_traced(module)):
                 raise Untraceable("a part of it that holds others has hooks")
             traced = trace(model, network, constants)
         except Untraceable as error:
@@ -168,6 +168,15 @@ class Form:
             _make_room(self._graphs, _FORMS)
             self._graphs[joined] = graph
         return self._graphs[joined]
+
+
+def _is_traced(module: nn.Module) -> bool:
+    """Whether tracing goes through the module; sites and parts without one run as they are, hooks and all."""
+    return not _is_site(module) and any(map(_is_site, module.modules()))
+
+
+def _is_site(module: nn.Module) -> bool:
+    return "_patchbayes_site" in vars(module)
 
 
 def _has_hooks(module: nn.Module) -> bool:
