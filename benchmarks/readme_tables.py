@@ -239,6 +239,25 @@ def bayesianize(records: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def from_scratch(records: list[dict[str, Any]]) -> str:
+    """Variants of training at equal epochs: mean over seeds and the largest distance from it."""
+    lines = ["| data, epochs, seeds | variant | accuracy | NLL | ECE |", "|---|---|---|---|---|"]
+    for record in records:
+        settings = record["settings"]
+        where = f"{settings['data']}, {settings['epochs']}, {len(settings['seeds'])}"
+        for name, rows in record["rows"].items():
+            cells = [
+                _mean_and_reach([100 * row["accuracy"] for row in rows], 2, " %"),
+                _mean_and_reach([row["nll"] for row in rows], 4, ""),
+                _mean_and_reach([100 * row["ece"] for row in rows], 2, " %"),
+            ]
+            lines.append(f"| {where} | {name} | {' | '.join(cells)} |")
+    commands = "; ".join(f"`{record['command']}` (commit {record['commit']})" for record in records)
+    return "\n".join(
+        [*lines, "", f"`small_cnn`, 20 draws, mean over seeds ± the largest distance from it. Commands: {commands}."]
+    )
+
+
 def _network(record: dict[str, Any]) -> str:
     """From the record's name: in some of the first records the field "network" holds something else."""
     return str(record["benchmark"].removeprefix("bayesianize_cifar_").partition("_seed")[0])
@@ -256,9 +275,10 @@ def _circumstances(record: dict[str, Any]) -> str:
 
 
 #: Pages with tables, and the tables that they can hold with the record each is made from.
-PAGES = ("README.md", "docs/prediction.md")
+PAGES = ("README.md", "docs/prediction.md", "docs/training.md")
 TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "bayesianize": ("bayesianize_*_seed?", bayesianize),
+    "from_scratch": ("from_scratch_*", from_scratch),
     "training_overhead": ("training_overhead", training_overhead),
     "prediction": ("prediction", prediction),
     "prediction_targets": ("prediction", prediction_targets),
