@@ -392,7 +392,7 @@ def test_committed_records_follow_the_protocol_and_their_own_splits():
     result = regression_tables.result_of(paths)
     for path, record in zip(paths, result["runs"], strict=True):
         name, method, variant = record["set"], record["method"], record.get("variant")
-        protocol = VARIANTS[variant].protocol(PAPER) if variant else PAPER
+        protocol = VARIANTS[variant].protocol(PAPER) if variant else plan("small")[name]
         assert path.relative_to(folder).as_posix() == f"{f'variants/{variant}/' if variant else ''}{name}-{method}.json"
         assert record["config"] == config_of(name, method, protocol), path
         assert [row["split"] for row in record["splits"]] == list(range(SETS[name].splits)), path
