@@ -129,13 +129,17 @@ def watch(monkeypatch, refuse_above=None):
     return sizes, refused
 
 
-def test_a_memory_limit_keeps_draws_apart(monkeypatch):
+def going_together(monkeypatch, method):
+    """A network, a batch and 40 draws that calibration finds fastest all at once."""
     monkeypatch.setattr(calibration, "_WORTH_FOLDING", float("inf"))
     monkeypatch.setattr(calibration, "_GAIN", float("inf"))
     model = small_cnn(size=8)
-    pb.patch_(model, pb.ECMP(3))
-    x = torch.rand(2, 1, 8, 8)
-    draws = pb.Draws.sample(model, 40)
+    pb.patch_(model, method)
+    return model, torch.rand(2, 1, 8, 8), pb.Draws.sample(model, 40)
+
+
+def test_a_memory_limit_keeps_draws_apart(monkeypatch):
+    model, x, draws = going_together(monkeypatch, pb.ECMP(3))
     sizes, _ = watch(monkeypatch)
     free = pb.predict(model, x, draws)
     assert max(sizes) == free.plan.chunk == 40
@@ -146,24 +150,14 @@ def test_a_memory_limit_keeps_draws_apart(monkeypatch):
 
 
 def test_a_larger_limit_is_made_use_of(monkeypatch):
-    monkeypatch.setattr(calibration, "_WORTH_FOLDING", float("inf"))
-    monkeypatch.setattr(calibration, "_GAIN", float("inf"))
-    model = small_cnn(size=8)
-    pb.patch_(model, pb.EMP(3))
-    x = torch.rand(2, 1, 8, 8)
-    draws = pb.Draws.sample(model, 40)
+    model, x, draws = going_together(monkeypatch, pb.EMP(3))
     assert pb.predict(model, x, draws, memory_limit=1).plan.chunk == 1
     assert pb.predict(model, x, draws, memory_limit=2**30).plan.chunk > 1
     assert pb.predict(model, x, draws, memory_limit=1).plan.chunk == 1
 
 
 def test_running_out_of_memory_halves_the_chunk(monkeypatch):
-    monkeypatch.setattr(calibration, "_WORTH_FOLDING", float("inf"))
-    monkeypatch.setattr(calibration, "_GAIN", float("inf"))
-    model = small_cnn(size=8)
-    pb.patch_(model, pb.ECMP(3))
-    x = torch.rand(2, 1, 8, 8)
-    draws = pb.Draws.sample(model, 40)
+    model, x, draws = going_together(monkeypatch, pb.ECMP(3))
     reference = pb.predict(model, x, draws, engine="loop")
     assert pb.predict(model, x, draws).plan.chunk == 40
     sizes, refused = watch(monkeypatch, refuse_above=5)
@@ -175,12 +169,9 @@ def test_running_out_of_memory_halves_the_chunk(monkeypatch):
 
 
 def test_running_out_of_memory_in_the_calibration_keeps_to_what_went(monkeypatch):
-    monkeypatch.setattr(calibration, "_WORTH_FOLDING", float("inf"))
-    monkeypatch.setattr(calibration, "_GAIN", float("inf"))
-    model = small_cnn(size=8)
-    pb.patch_(model, pb.ECMP(3))
+    model, x, draws = going_together(monkeypatch, pb.ECMP(3))
     _, refused = watch(monkeypatch, refuse_above=20)
-    assert pb.predict(model, torch.rand(2, 1, 8, 8), pb.Draws.sample(model, 40)).plan.chunk == 16
+    assert pb.predict(model, x, draws).plan.chunk == 16
     assert refused == [40]
 
 

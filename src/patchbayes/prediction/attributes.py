@@ -35,6 +35,12 @@ def described(value: Any) -> Hashable:
 _KINDS = frozenset(PLAIN) - {slice}
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Whether others look at what passes; a layer's own hook, which makes sure of a draw, does not count."""
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    return any(not getattr(hook, "__module__", "").startswith("patchbayes.") for hook in hooks)
+
+
 class Attributes:
     """The attributes of all modules, the content of lists, dictionaries and sets one level deep, and tensors' versions."""
 

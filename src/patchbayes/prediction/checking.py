@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..draws import Draws
-from ..network import Network
 from .attributes import Attributes
 from .calibration import ASSIGNMENTS, close
 from .execution import Execution, clone_tensors, num_values, tensors_in
@@ -20,8 +19,6 @@ from .schedule import Schedule
 
 def check_(
     form: Form,
-    model: nn.Module,
-    network: Network,
     inputs: Any,
     arguments: dict[str, Any],
     draws: Draws,
@@ -30,20 +27,19 @@ def check_(
     memory_limit: int,
 ) -> None:
     """Note in `form` why the network must go through the plain loop, if it must, and what its stages cost."""
+    model = form.model
     if any(_is_compiled(module) for module in model.modules()):  # to watch what it does would undo that
         form.fallback, form.checked = "it is compiled; compile=True compiles what draws share instead", True
         return
     attributes = Attributes(model)
-    with torch.inference_mode(False), torch.no_grad(), undisturbed(model, network):
+    with torch.inference_mode(False), torch.no_grad(), undisturbed(model, form.network):
         inputs, arguments = clone_tensors(inputs), clone_tensors(arguments)
         try:
             if form.traced is None:
-                form.fallback = _check_whole(form, model, network, inputs, draws, examples, output)
+                form.fallback = _check_whole(form, inputs, draws, examples, output)
             else:
                 itinerary = form.itinerary(draws, memory_limit // ASSIGNMENTS)
-                form.fallback = _check_stages(
-                    form, itinerary, model, network, inputs, arguments, draws, examples, output
-                )
+                form.fallback = _check_stages(form, itinerary, inputs, arguments, draws, examples, output)
         finally:
             attributes.restore()
     form.checked = True
@@ -52,8 +48,6 @@ def check_(
 def _check_stages(
     form: Form,
     itinerary: Itinerary,
-    model: nn.Module,
-    network: Network,
     inputs: Any,
     arguments: dict[str, Any],
     draws: Draws,
@@ -65,7 +59,7 @@ def _check_stages(
     constants = [
         (t, t._version) for t in form.traced.targets.values() if isinstance(t, Tensor) and not t.is_inference()
     ]
-    inspection = _Inspection(schedule.graph, network, itinerary.assignments, arguments, examples)
+    inspection = _Inspection(schedule.graph, form.network, itinerary.assignments, arguments, examples)
     last = itinerary.walk.order[-1]
     try:
         chunk = next(schedule.chunks(1, frozenset(), start=len(itinerary.walk.order) - 1))
@@ -85,10 +79,10 @@ def _check_stages(
         return output(value)
 
     def reference() -> Tensor:
-        ((_, value),) = loop(model, network, inputs, draws[last], examples, watched)
+        ((_, value),) = loop(form.model, form.network, inputs, draws[last], examples, watched)
         return value[0]
 
-    attributes = Attributes(model)
+    attributes = Attributes(form.model)
     first = reference()
     if kinds != [type(raw)]:
         return f"the network returns a {kinds[0].__name__}, which tracing does not keep"
@@ -131,22 +125,16 @@ def _is_shared(tensor: Tensor, others: list[Tensor]) -> bool:
 
 
 def _check_whole(
-    form: Form,
-    model: nn.Module,
-    network: Network,
-    inputs: Any,
-    draws: Draws,
-    examples: Tensor,
-    output: Callable[[Any], Tensor],
+    form: Form, inputs: Any, draws: Draws, examples: Tensor, output: Callable[[Any], Tensor]
 ) -> str | None:
     """A network that is run whole may be run once for draws that are alike only if a run depends on nothing but the draw."""
 
     def run() -> Tensor:
-        ((_, value),) = loop(model, network, inputs, draws[-1], examples, output)
+        ((_, value),) = loop(form.model, form.network, inputs, draws[-1], examples, output)
         return value
 
     run()  # a first call may fill caches
-    attributes = Attributes(model)
+    attributes = Attributes(form.model)
     first = run()
     if attributes.changed():
         return f"{form.reason}, and its forward changes attributes or buffers"

@@ -94,7 +94,7 @@ class Engine:
         """The network's stages for inputs of this form, traced and checked; and the arguments by name."""
         form, arguments = look_up(self.model, self.network, inputs, self.compile)
         if not form.checked:
-            check_(form, self.model, self.network, inputs, arguments, self.draws, examples, output, self.memory_limit)
+            check_(form, inputs, arguments, self.draws, examples, output, self.memory_limit)
         return form, arguments
 
     def _by_stages(

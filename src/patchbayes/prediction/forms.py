@@ -16,10 +16,11 @@ from torch.utils._pytree import tree_flatten
 from ..draws import Draws
 from ..network import Network
 from ..selection import call
-from .attributes import PLAIN, described
+from .attributes import PLAIN, described, has_hooks
 from .calibration import Setting
 from .execution import tensors_in
 from .graph import Sites, Stage, StageGraph, cut, stage_keys
+from .memory import make_room
 from .plan import StagePlan
 from .recording import Recordings
 from .schedule import Schedule
@@ -88,7 +89,7 @@ class Form:
         try:
             if constants is None:
                 raise Untraceable("its forward takes any number of arguments")
-            if any(_has_hooks(module) for module in _modules(model) if module is model or _is_traced(module)):
+            if any(has_hooks(module) for module in _modules(model) if module is model or _is_traced(module)):
                 raise Untraceable("a part of it that holds others has hooks")
             traced = trace(model, network, constants)
         except Untraceable as error:
@@ -125,7 +126,7 @@ class Form:
                 Recordings(self.model),
                 self._described(walk),
             )
-            _make_room(self._itineraries, _ITINERARIES)
+            make_room(self._itineraries, _ITINERARIES)
         self._itineraries[key] = known  # the latest come last
         return known
 
@@ -165,7 +166,7 @@ class Form:
                 stage.apart = _is_noisy(self.network, stage)
                 if self.compile:
                     stage.run = torch.compile(stage.run_many)
-            _make_room(self._graphs, _FORMS)
+            make_room(self._graphs, _FORMS)
             self._graphs[joined] = graph
         return self._graphs[joined]
 
@@ -177,18 +178,6 @@ def _is_traced(module: nn.Module) -> bool:
 
 def _is_site(module: nn.Module) -> bool:
     return "_patchbayes_site" in vars(module)
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    """Hooks of the user's; the layers' own make sure that there is a draw."""
-    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-    return any(not getattr(hook, "__module__", "").startswith("patchbayes.") for hook in hooks)
-
-
-def _make_room(remembered: dict[Any, Any], most: int) -> None:
-    """Forget the eldest of what is remembered, if there are too many."""
-    if len(remembered) >= most:
-        del remembered[next(iter(remembered))]
 
 
 def _whole(model: nn.Module, network: Network) -> StageGraph:
@@ -219,7 +208,7 @@ def look_up(model: nn.Module, network: Network, inputs: Any, compile: bool) -> t
     key = (structure, id(network.layout), bound is None, str(spec), fixed, compile)
     remembered: _Remembered = vars(network).setdefault("_forms", _Remembered())
     if key not in remembered:
-        _make_room(remembered, _FORMS)  # attributes that change with every call would fill the memory with graphs
+        make_room(remembered, _FORMS)  # attributes that change with every call would fill the memory with graphs
         remembered[key] = Form.of(model, network, None if bound is None else constants, compile)
         strange = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, *PLAIN))]
         if strange:

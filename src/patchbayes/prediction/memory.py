@@ -57,6 +57,12 @@ def _storages(values: Any) -> list[torch.UntypedStorage]:
     return [t.untyped_storage() for t in leaves if isinstance(t, Tensor) and t.layout == torch.strided]
 
 
+def make_room(remembered: dict[Any, Any], most: int) -> None:
+    """Forget the eldest of what is remembered, if there are too many."""
+    if len(remembered) >= most:
+        del remembered[next(iter(remembered))]
+
+
 def default_memory_limit(device: torch.device | None) -> int:
     """A quarter of the memory that is free on the device, looked up at most once a second."""
     return int(_SHARE_OF_FREE_MEMORY * _free_memory(device, int(time.monotonic())))

@@ -19,9 +19,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .attributes import described
+from .attributes import described, has_hooks
 from .calibration import close
 from .execution import Results, tensors_in
+from .memory import make_room
 from .schedule import Chunk
 
 _EXACT = frozenset({str, bytes, type(None)})  # equal only to what is the same; the rest is described
@@ -50,13 +51,13 @@ class Recordings:
         if state is None:
             return compute(arguments)
         if state != self._state:
-            self._modules = list(self._model.modules())
-            state = self._state_now()
-            self._state, self._seen = state, {}
+            self._modules, self._seen = list(self._model.modules()), {}
+            self._state = self._state_now()
+            if self._state is None:
+                return compute(arguments)
             self._pinned = [dict(vars(module)) for module in self._modules]  # what is named by its address stays
         if form not in self._seen:
-            if len(self._seen) >= _FORMS:
-                del self._seen[next(iter(self._seen))]
+            make_room(self._seen, _FORMS)
             self._seen[form] = None
             return compute(arguments)
         if self._seen[form] is None:
@@ -72,6 +73,8 @@ class Recordings:
             return None
         state: list[Any] = []
         for module in self._modules:
+            if has_hooks(module):
+                return None
             state.append(module.__class__)
             for name, value in vars(module).items():
                 kind = value.__class__
@@ -84,8 +87,6 @@ class Recordings:
                 elif not value and kind in _DICTIONARIES:
                     continue
                 elif name == "_forward_hooks" or name == "_forward_pre_hooks":
-                    if any(not getattr(hook, "__module__", "").startswith("patchbayes.") for hook in value.values()):
-                        return None  # it may look at what passes
                     state += value
                 else:
                     state.append(described(value))
