@@ -23,7 +23,7 @@ _STUDIES: Mapping[Scale, Study] = {
         draws=20, curve=(1, 5, 20), draws_study=DrawsStudy(50, (1, 5, 20), "test[:50]"),
     ),
     "small": Study(
-        "cifar100", "small_cnn", _METHODS, 4,
+        "cifar100", "small_cnn", _METHODS, 5,
         {"epochs": 3, "batch_size": 128, "objective": "simplified", "lr": 0.002, "held_out": 0.0, "report_epochs": 3},
         draws=100, curve=(1, 20, 100), split="test[:1500]",
         draws_study=DrawsStudy(1000, (1, 5, 20, 100, 200, 500), "test[:200]"),
