@@ -241,15 +241,19 @@ def bayesianize(records: list[dict[str, Any]]) -> str:
 
 def from_scratch(records: list[dict[str, Any]]) -> str:
     """Variants of training at equal epochs: mean over seeds and the largest distance from it."""
-    lines = ["| data, epochs, seeds | variant | accuracy | NLL | ECE |", "|---|---|---|---|---|"]
+    lines = [
+        "| data, epochs, seeds | variant | accuracy | NLL | ECE | mutual information |",
+        "|---|---|---|---|---|---|",
+    ]
     for record in records:
         settings = record["settings"]
-        where = f"{settings['data']}, {settings['epochs']}, {len(settings['seeds'])}"
+        where = f"{settings['data']}, {settings['epochs']}, {', '.join(map(str, settings['seeds']))}"
         for name, rows in record["rows"].items():
             cells = [
                 _mean_and_reach([100 * row["accuracy"] for row in rows], 2, " %"),
                 _mean_and_reach([row["nll"] for row in rows], 4, ""),
                 _mean_and_reach([100 * row["ece"] for row in rows], 2, " %"),
+                _mean_and_reach([row["mutual_information"] for row in rows], 4, ""),
             ]
             lines.append(f"| {where} | {name} | {' | '.join(cells)} |")
     commands = "; ".join(f"`{record['command']}` (commit {record['commit']})" for record in records)

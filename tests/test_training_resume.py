@@ -79,6 +79,7 @@ CASES = {
     "meanfield": {"method": "meanfield", "schedule": "step", "warmup": 1.0},
     "ensemble": {"method": "ensemble", "components": 2, "optimizer": "sgd"},
     "jitter": {"jitter_warmup": 2.0, "patch_lr": 0.01},
+    "turns": {"alternate": 0.67, "sharing": 0.2},
     "bfloat16": {"precision": "bfloat16"},
     "rows": {"report_epochs": 2, "workers": 1},
 }

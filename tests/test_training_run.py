@@ -241,6 +241,22 @@ def test_a_changed_or_missing_base_is_refused(bayesianized, tmp_path):
         run.model()
 
 
+def test_components_that_share_all_and_start_alike_train_as_the_network_alone(folder, tmp_path):
+    settings = DEFAULT | {"optimizer": "sgd", "lr": 0.05, "objective": "simplified", "data_dir": str(folder)}
+    train(TrainingConfig(**settings, method="vanilla"), tmp_path / "alone")
+    alone = RunFolder(tmp_path / "alone").model("last").state_dict()
+    for method, sharing in (("emp", 1.0), ("ecmp", 1.0), ("emp", 0.5)):
+        settings |= {"method": method, "jitter": 0.0, "sharing": sharing}
+        network = train(TrainingConfig(**settings), tmp_path / f"{method}{sharing}").model("last")
+        alike = [
+            torch.allclose(component, alone[f"{site.name}.{name}"], atol=1e-6)
+            for site in pb.patched_sites(network).values()
+            for name in site.posterior.names
+            for component in site.components(name)
+        ]
+        assert all(alike) == (sharing == 1.0)
+
+
 # ---- every setting changes something
 
 DEFAULT: dict[str, object] = {"data": "npz:classes.npz", "model": "mlp:8", "epochs": 2, "batch_size": 16}
@@ -266,6 +282,8 @@ CHANGES = {
     "optimizer": ("adamw", {"weight_decay": 0.5}),
     "lr": (0.3, {}),
     "patch_lr": (0.3, {}),
+    "sharing": (0.1, {}),
+    "alternate": (1.0, {}),
     "momentum": (0.1, {"optimizer": "sgd"}),
     "nesterov": (True, {"optimizer": "sgd"}),
     "schedule": ("constant", {}),

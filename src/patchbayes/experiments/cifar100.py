@@ -27,7 +27,8 @@ _STUDIES: Mapping[Scale, Study] = {
         {"epochs": 3, "batch_size": 128, "objective": "simplified", "lr": 0.002, "held_out": 0.0, "report_epochs": 3},
         draws=100, curve=(1, 20, 100), split="test[:1500]",
         draws_study=DrawsStudy(1000, (1, 5, 20, 100, 200, 500), "test[:200]"),
-        note="small_cnn instead of PyramidNet, 3 epochs instead of 400",
+        each={label: {"patch_lr": 0.01} for label in ("emp_bn_output", "ecmp_bn_output")},  # a K-th of the steps is few
+        note="small_cnn instead of PyramidNet, 3 epochs instead of 400, patches at K times the learning rate",
     ),
     "paper": Study(
         "cifar100", "pyramidnet110", _METHODS, 1,

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 #: Methods of the paper's image experiments: label -> settings of the training (section 5, appendix D).
 METHODS: dict[str, dict[str, Any]] = {
-    "emp_bn_output": {"method": "emp", "sites": "norm+output"},
-    "emp_bn": {"method": "emp", "sites": "norm"},
-    "ecmp_bn_output": {"method": "ecmp", "sites": "norm+output"},
-    "ecmp_bn": {"method": "ecmp", "sites": "norm"},
+    "emp_bn_output": {"method": "emp", "sites": "norm+output", "sharing": 0.0},
+    "emp_bn": {"method": "emp", "sites": "norm", "sharing": 0.0},
+    "ecmp_bn_output": {"method": "ecmp", "sites": "norm+output", "sharing": 0.0},
+    "ecmp_bn": {"method": "ecmp", "sites": "norm", "sharing": 0.0},
     "dropout": {"method": "dropout", "rate": 0.005},
     "vanilla": {"method": "vanilla"},
 }

@@ -10,12 +10,13 @@ from typing import Any, Literal
 
 from ..data import Augmentation, Task
 from ..errors import PatchbayesError
-from ..posteriors import Method, Mixture
+from ..posteriors import Method
 from ..posteriors.mixture import Init
 from .methods import build_method, default_sites
 
 #: What may differ when a run is resumed: it does not change the result.
 FREE = ("data_dir", "workers", "checkpoint_seconds", "checkpoint_steps", "tensorboard")
+_DRAWN = ("emp", "ecmp")  # the methods that draw among components
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +50,11 @@ class TrainingConfig:
     Optimizer
     optimizer      "sgd", "adam" or "adamw".
     lr             0.1 for sgd, 0.001 for the others, if not given.
-    patch_lr       of patched parameters. If not given: lr; K lr for emp and ecmp with adam or adamw, since each component is
-                   drawn once in K steps (with the plain lr the patches lag behind the rest, and predictions are too flat).
+    patch_lr       of patched parameters; lr if not given.
+    sharing        emp and ecmp: how much of a step's gradient the components take that were not drawn in it, which would
+                   else learn in one of K steps and lag behind the rest. 0: nothing; 1: all components move alike; 0.5 if
+                   not given. Where training ends is where it would without.
+    alternate      epochs of a turn, where shared and patched parameters learn in turns (appendix C.2); 0: together.
     momentum, nesterov   for sgd; 0.9 if not given.
     schedule       of the learning rates: "cosine" (to 0), "constant" or "step" (times `step_factor`, 0.1 if not given, at
                    each of `milestones`, shares of the run, 0.5 and 0.75 if not given).
@@ -99,6 +103,8 @@ class TrainingConfig:
     optimizer: Literal["sgd", "adam", "adamw"] = "adam"
     lr: float | None = None
     patch_lr: float | None = None
+    sharing: float | None = None
+    alternate: float = 0.0
     momentum: float | None = None
     nesterov: bool = False
     schedule: Literal["cosine", "constant", "step"] = "cosine"
@@ -154,11 +160,13 @@ class TrainingConfig:
     @property
     def chosen_patch_lr(self) -> float:
         """The learning rate of patched parameters, before the schedule."""
-        if self.patch_lr is not None:
-            return self.patch_lr
-        method = self.build_method()
-        seldom = self.method in ("emp", "ecmp") and self.optimizer != "sgd" and not self.per_example
-        return self.chosen_lr * (method.components if seldom and isinstance(method, Mixture) else 1)
+        return self.chosen_lr if self.patch_lr is None else self.patch_lr
+
+    @property
+    def chosen_sharing(self) -> float:
+        """How much of a gradient the components take that were not drawn."""
+        default = 0.5 if self.method in _DRAWN else 0.0
+        return default if self.sharing is None else self.sharing
 
     @property
     def chosen_weight_decay(self) -> float:
@@ -245,6 +253,8 @@ _RANGES: dict[str, tuple[float, bool, float]] = {
     "draws_per_step": (1, True, math.inf),
     "lr": (0, False, math.inf),
     "patch_lr": (0, True, math.inf),
+    "sharing": (0, True, 1),
+    "alternate": (0, True, math.inf),
     "momentum": (0, True, 1),
     "step_factor": (0, False, 1),
     "warmup": (0, True, math.inf),
@@ -285,8 +295,12 @@ def _check_together(config: TrainingConfig) -> None:
             _refuse("draws_per_step", config.draws_per_step, 'method "vanilla" draws nothing')
     if config.method == "ensemble" and config.draws_per_step != 1:
         _refuse("draws_per_step", config.draws_per_step, "an ensemble trains each of its members in every step")
+    if config.sharing is not None and config.method not in _DRAWN:
+        _refuse("sharing", config.sharing, "only the components of emp and ecmp are drawn")
+    if config.alternate and (method is None or config.method == "ensemble"):
+        _refuse("alternate", config.alternate, f'"{config.method}" has no patched beside shared parameters')
     if config.jitter_warmup:
-        if config.method not in ("emp", "ecmp") or config.init == "independent":
+        if config.method not in _DRAWN or config.init == "independent":
             _refuse(
                 "jitter_warmup", config.jitter_warmup, "only emp and ecmp, started as copies, have a jitter to grow"
             )

@@ -22,6 +22,7 @@ from .config import TrainingConfig
 from .data_order import Batch, EpochBatches, num_steps
 from .data_record import data_changes, data_record
 from .engine import engine
+from .gradients import hold_still_, share_gradients_
 from .held_out import held_out_scores
 from .interruption import Interruption, TrainingInterrupted
 from .jitter import grow_jitter_
@@ -183,6 +184,10 @@ class _Trainer:
         self.accelerator.backward(loss)
         if config.method == "ensemble":
             self._scale_to_members()
+        if config.chosen_sharing:
+            share_gradients_(self.network, config.chosen_sharing)
+        if config.alternate:
+            hold_still_(self.bare_optimizer, config.alternate, self._global_step, self.steps)
         self.optimizer.step()
         values, stop = self._agreed(torch.stack([share * nll, kl.to(nll)]))
         if not all(map(math.isfinite, values)):
