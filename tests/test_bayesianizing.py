@@ -321,6 +321,21 @@ def test_a_network_whose_only_site_is_the_output(model, digits):
     assert report.after.nll < report.before.nll
 
 
+def test_the_output_is_the_layer_that_runs_last(digits):
+    class Turned(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.output = torch.nn.Linear(16, 10)
+            self.hidden = torch.nn.Linear(64, 16)
+
+        def forward(self, x):
+            return self.output(self.hidden(x.flatten(1)))
+
+    network = Turned()
+    bayesianize_(network, digits[0], digits[1], sites="output", epochs=0, examples=50, draws=2)
+    assert list(pb.patched_sites(network)) == ["output"]
+
+
 def test_inputs_of_several_tensors(digits):
     class Sum(torch.nn.Module):
         def __init__(self):

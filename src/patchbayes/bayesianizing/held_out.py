@@ -59,11 +59,15 @@ class HeldOut:
         rows = torch.randperm(len(self), generator=generator)[:most]
         return HeldOut(tree_map(lambda leaf: _rows(leaf, rows), self.inputs), self.targets[rows])
 
+    def inputs_for(self, model: nn.Module) -> list[Any]:
+        """The inputs of every batch, on the network's device."""
+        device = next((p.device for p in model.parameters()), None)
+        return [to_device(inputs, device) for inputs, _ in self._batches]
+
     def log_probs(self, model: nn.Module) -> Tensor:
         """Log-probabilities (B, C) of a network that is not patched."""
-        device = next((p.device for p in model.parameters()), None)
         with evaluating(model):
-            outputs = [call(model, to_device(inputs, device)) for inputs, _ in self._batches]
+            outputs = [call(model, inputs) for inputs in self.inputs_for(model)]
         logits = torch.cat([logits_of(output) for output in outputs]).float().cpu()
         if logits.dim() != 2:
             raise PatchbayesError(

@@ -94,7 +94,9 @@ def bayesianize_(
         scaled = Scores.of(apply_temperature(log_probs, temperature), chosen.targets)
         clock.lap("held-out data")
     with _undone_on_error(model), _modes_and_flags_kept(model):
-        report = patch_(model, replace(method, init="copies", jitter=0.0), sites, generator=generator)
+        example = None if chosen is None else chosen.inputs_for(model)[0]
+        copies = replace(method, init="copies", jitter=0.0)
+        report = patch_(model, copies, sites, example_input=example, generator=generator)
         patches = patched_sites(model)
         groups = _groups(model, patches)
         untrained = Spread.random(patches, groups, generator)
