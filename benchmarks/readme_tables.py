@@ -210,9 +210,8 @@ def early_stopping(record: dict[str, Any]) -> str:
 def bayesianize(records: list[dict[str, Any]]) -> str:
     """Scores of the public CIFAR-100 networks: mean over seeds, and the largest distance from it."""
     lines = ["| network | | NLL | ECE (floor) | accuracy |", "|---|---|---|---|---|"]
-    networks = [_network(record) for record in records]
-    for network in dict.fromkeys(networks):
-        own = [record for record in records if _network(record) == network]
+    for network in dict.fromkeys(record["network"] for record in records):
+        own = [record for record in records if record["network"] == network]
         shared = [title for title in own[0]["rows"] if all(title in record["rows"] for record in own)]
         for title in shared:
             rows = [record["rows"][title] for record in own]
@@ -225,7 +224,7 @@ def bayesianize(records: list[dict[str, Any]]) -> str:
             lines.append(f"| {network} | {title} | {' | '.join(cells)} |")
     seeds = ", ".join(str(seed) for seed in sorted({record["seed"] for record in records}))
     minutes = ", ".join(f"{record['seconds']['all'] / 60:.0f}" for record in records)
-    sizes = {_network(record): record["patch_file_bytes"] / record["model_bytes"] for record in records}
+    sizes = {record["network"]: record["patch_file_bytes"] / record["model_bytes"] for record in records}
     share = " and ".join(f"{100 * size:.0f} % ({name})" for name, size in sizes.items())
     lines += [
         "",
@@ -260,11 +259,6 @@ def from_scratch(records: list[dict[str, Any]]) -> str:
     return "\n".join(
         [*lines, "", f"`small_cnn`, 20 draws, mean over seeds ± the largest distance from it. Commands: {commands}."]
     )
-
-
-def _network(record: dict[str, Any]) -> str:
-    """From the record's name: in some of the first records the field "network" holds something else."""
-    return str(record["benchmark"].removeprefix("bayesianize_cifar_").partition("_seed")[0])
 
 
 def _mean_and_reach(values: list[float], digits: int, unit: str) -> str:

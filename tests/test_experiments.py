@@ -213,10 +213,10 @@ def test_tables_of_the_readme_are_verified(tmp_path, monkeypatch):
         summary.verify_readme(tmp_path / "docs")
 
 
-def route_record(network, seed, nll, *more):
+def route_record(network, seed, nll, *more, images=30):
     row = {"nll": nll, "ece": 0.04, "ece_floor": 0.02, "accuracy": 0.7}
     rows = {"original": row, "bayesianized S=20 and temperature": row} | dict.fromkeys(more, row)
-    some = {"images": 30, "severity": 2, "rows": {"clean": rows, "fog": {"original": row | {"nll": nll + 2}}}}
+    some = {"images": images, "severity": 2, "rows": {"clean": rows, "fog": {"original": row | {"nll": nll + 2}}}}
     return {"network": network, "seed": seed, "scored": "test[5000:]", "rows": rows, "some": some}
 
 
@@ -227,12 +227,15 @@ def test_networks_of_others_stand_beside_those_trained_here(tmp_path):
         path = tmp_path / f"bayesianize_net_seed{seed}.json"
         path.write_text(json.dumps(route_record("net", seed, nll)))
     path.write_text(json.dumps(route_record("net", seed, nll, "extra")))
+    other = tmp_path / "bayesianize_net_seed2.json"
+    other.write_text(json.dumps(route_record("net", 2, 1.1, images=40)))
     page = summary.render(records)["results.md"].decode()
-    assert "| net | original | 1 | 2 | 1.1 ± 1.3 | 4 | 2 | 70 |" in page
-    assert "| net | bayesianized and temperature | 20 | 2 | 1.1 ± 1.3 |" in page
+    assert "| net | original | 1 | 3 | 1.1 ± 0.25 | 4 | 2 | 70 |" in page
+    assert "| net | bayesianized and temperature | 20 | 3 | 1.1 ± 0.25 |" in page
     assert "| net | extra | 1 | 1 | 1.2 | 4 | 2 | 70 |" in page  # one seed: no interval
-    assert "the first 30 of these images, clean and corrupted (severity 2)" in page
-    assert "| fog | net | original | 1 | 2 | 3.1 ± 1.3 | 4 | 2 | 70 |" in page
+    assert "the first of these images, clean and corrupted (severity 2)" in page
+    assert "| fog | 30 | net | original | 1 | 2 | 3.1 ± 1.3 | 4 | 2 | 70 |" in page
+    assert "| fog | 40 | net | original | 1 | 1 | 3.1 | 4 | 2 | 70 |" in page  # other images are another line
     path.write_text(json.dumps({"network": "net"}))
     with pytest.raises(PatchbayesError, match=r"seed1.json is not a record of benchmarks/bayesianize.py"):
         summary.render(records)

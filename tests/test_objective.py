@@ -722,3 +722,56 @@ def test_equal_lambdas_are_all_four_and_mean_a_precision_k_times_larger_on_patch
 def test_a_negative_penalty_is_refused(value):
     with pytest.raises(PatchbayesError, match=r"patched_biases.*at least 0"):
         pb.Lambdas(patched_biases=value)
+
+
+# ---- gradients
+
+
+def with_gradients(method, sites="output"):
+    model = network()
+    pb.patch_(model, method, sites)
+    x = torch.randn(8, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    model(x).square().sum().backward()
+    return model
+
+
+@pytest.mark.parametrize("method", [pb.EMP(3), pb.ECMP(3), pb.EMP(2, zero=True)])
+def test_components_that_were_not_drawn_learn_from_those_that_were(method):
+    model = with_gradients(method)
+    weight = pb.patched_sites(model)["3"].components("weight")
+    own = weight.grad.clone()
+    assert (own == 0).any()
+    pb.share_gradients_(model, share=0.0)
+    assert torch.equal(weight.grad, own)
+    pb.share_gradients_(model, 0.25)
+    torch.testing.assert_close(weight.grad, 0.75 * own + 0.25 * own.sum(0))
+    weight.grad.copy_(own)
+    pb.share_gradients_(model, 1)
+    assert all(torch.equal(one, own.sum(0)) for one in weight.grad)
+    weight.grad = None  # of a frozen layer
+    pb.share_gradients_(model)
+    assert weight.grad is None
+
+
+@pytest.mark.parametrize(
+    ("method", "sites", "mixed"),
+    [
+        (pb.ECMP(3, mix_bias=False), "output", ["3.parametrizations.weight.original"]),
+        (pb.MeanField(), "output", []),
+        (pb.Dropout(0.5), "norm", []),
+        (pb.Ensemble(2), "all", []),
+    ],
+)
+def test_what_is_not_drawn_among_components_keeps_its_gradient(method, sites, mixed):
+    model = with_gradients(method, sites)
+    before = {name: p.grad.clone() for name, p in model.named_parameters()}
+    pb.share_gradients_(model)
+    changed = [name for name, p in model.named_parameters() if not torch.equal(p.grad, before[name])]
+    assert changed == mixed
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.1, math.nan, "half", None])
+def test_a_share_outside_0_and_1_is_refused(share):
+    model = with_gradients(pb.EMP(3))
+    with pytest.raises(PatchbayesError, match=r"share_gradients_\(share=.*a number from 0 to 1"):
+        pb.share_gradients_(model, share)

@@ -1,4 +1,4 @@
-"""The parts of the training loop: data order, schedule, loss, optimizer groups, gradients, growing jitter, held-out scores,
+"""The parts of the training loop: data order, schedule, loss, optimizer groups, turns, growing jitter, held-out scores,
 weights read from ordinary checkpoints."""
 
 import copy
@@ -17,7 +17,6 @@ from patchbayes.errors import CheckpointMismatch, PatchbayesError
 from patchbayes.nets import mlp, small_cnn
 from patchbayes.training import TrainingConfig, load_ordinary_
 from patchbayes.training.data_order import EpochBatches, num_steps
-from patchbayes.training.gradients import hold_still_, share_gradients_
 from patchbayes.training.held_out import held_out_scores
 from patchbayes.training.jitter import grow_jitter_
 from patchbayes.training.loss import TrainingLoss, build_likelihood
@@ -25,6 +24,7 @@ from patchbayes.training.methods import patch_with_
 from patchbayes.training.optimizers import build_optimizer
 from patchbayes.training.patched_net import patched_net
 from patchbayes.training.schedule import learning_rate_factor
+from patchbayes.training.turns import hold_still_
 
 
 def config(**settings):
@@ -236,33 +236,6 @@ def test_patched_parameters_have_a_group_of_their_own():
     assert {group["weight_decay"] for group in groups.values()} == {0.0}
     for optimizer in ("sgd", "adam"):
         assert {group["lr"] for group in optimizer_of(lr=0.2, optimizer=optimizer)[1].values()} == {0.2}
-
-
-@pytest.mark.parametrize("method", [pb.EMP(3), pb.ECMP(3), pb.EMP(2, zero=True)])
-def test_components_that_were_not_drawn_learn_from_those_that_were(method):
-    network = mlp(4, [6], 3).double()
-    pb.patch_(network, method, "output")
-    network(X.double()).square().sum().backward()
-    weight = network[-1].parametrizations.weight.original
-    own = weight.grad.clone()
-    assert (own == 0).any()
-    assert own.any()
-    share_gradients_(network, 0.0)
-    assert torch.equal(weight.grad, own)
-    share_gradients_(network, 0.25)
-    torch.testing.assert_close(weight.grad, 0.75 * own + 0.25 * own.sum(0))
-    weight.grad.copy_(own)
-    share_gradients_(network, 1.0)
-    assert all(torch.equal(one, own.sum(0)) for one in weight.grad)
-
-
-def test_a_bias_outside_the_mixture_keeps_its_gradient():
-    network = mlp(4, [6], 3)
-    pb.patch_(network, pb.ECMP(3, mix_bias=False), "output")
-    network(X).square().sum().backward()
-    before = network[-1].bias.grad.clone()
-    share_gradients_(network, 0.5)
-    assert torch.equal(network[-1].bias.grad, before)
 
 
 def test_shared_and_patched_parameters_learn_in_turns():

@@ -6,7 +6,7 @@ from .contract import check_patchable
 from .draws import Draws
 from .likelihoods import Categorical, Gaussian
 from .network import drawn, forward_draws
-from .objective import Lambdas, kl, l2_penalty, maximize_prior_, negative_elbo, parameter_groups
+from .objective import Lambdas, kl, l2_penalty, maximize_prior_, negative_elbo, parameter_groups, share_gradients_
 from .patching import is_patched, patch_, patched_sites, unpatch_
 from .posteriors import ECMP, EMP, DropConnect, Dropout, Ensemble, MeanField, Mixture, Shared
 from .prediction import Prediction, Predictor, predict, predict_batches
@@ -47,5 +47,6 @@ __all__ = [
     "predict",
     "predict_batches",
     "save",
+    "share_gradients_",
     "unpatch_",
 ]

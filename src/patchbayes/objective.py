@@ -11,6 +11,7 @@ from .draws import network_of
 from .errors import PatchbayesError
 from .likelihoods import Categorical, Gaussian, checked_likelihood
 from .network import Network
+from .posteriors import Mixture
 from .posteriors.posterior import Entropy, is_bias, quadratic
 from .prior import LearnedPrior, Prior
 
@@ -157,6 +158,26 @@ def parameter_groups(model: nn.Module, lambdas: Lambdas | None = None, **options
         if learned:
             groups.append({"params": learned, "name": name, "weight_decay": 2 * getattr(lambdas, name), **options})
     return groups
+
+
+@torch.no_grad()
+def share_gradients_(model: nn.Module, share: float = 0.5) -> None:
+    """Let the components of EMP and ECMP that were not drawn learn too: call it after backward, before the optimizer's step.
+
+    A component is drawn in one of K steps, so patches lag behind the rest when training starts from scratch. This makes the
+    gradients g_1 ... g_K of the components (1 - share) g_k + share (g_1 + ... + g_K). The sum is the gradient with respect to
+    what was drawn: a share of 0 changes nothing, at 1 all components move alike, as one network would. In between, the
+    gradient is multiplied by a positive definite matrix: steps are others, the points where the expected gradient is zero
+    are not. Members of an `Ensemble` and posteriors that are no mixture keep their gradients.
+    """
+    if not (isinstance(share, int | float) and 0 <= share <= 1):
+        raise PatchbayesError(f"share_gradients_(share={share!r}): required is a number from 0 to 1.")
+    for site in network_of(model).sites:
+        if isinstance(site.method, Mixture) and site.method.tie != "network":
+            for name in site.posterior.names:
+                gradient = site.components(name).grad
+                if gradient is not None:
+                    gradient.lerp_(gradient.sum(0).expand_as(gradient), share)
 
 
 @torch.no_grad()

@@ -32,14 +32,11 @@ def route_tables(results: Path) -> dict[str, Table]:
     some = [record | {"rows": rows, "inputs": kind} for record in records for kind, rows in record["some"].items()]
     if some:
         lines = []
-        for kind in dict.fromkeys(record["inputs"] for record in some):
-            own = [record for record in some if record["inputs"] == kind]
-            lines += [[kind, *line] for line in _lines(own)]
-        images, severity = some[0]["images"], some[0]["severity"]
-        made[f"The same on the first {images} of these images, clean and corrupted (severity {severity})"] = (
-            ["images", *header],
-            lines,
-        )
+        for kind, number in dict.fromkeys((record["inputs"], record["images"]) for record in some):
+            own = [record for record in some if (record["inputs"], record["images"]) == (kind, number)]
+            lines += [[kind, str(number), *line] for line in _lines(own)]
+        title = f"The same on the first of these images, clean and corrupted (severity {some[0]['severity']})"
+        made[title] = (["images", "number", *header], lines)
     return made
 
 
@@ -78,8 +75,7 @@ def _interval(values: Sequence[float], digits: int) -> str:
 def _read(path: Path) -> dict[str, Any]:
     try:
         record = json.loads(path.read_text())
-        found = {key: record[key] for key in ("seed", "scored", "rows")}
-        found["network"] = path.stem.removeprefix("bayesianize_").partition("_seed")[0]
+        found = {key: record[key] for key in ("network", "seed", "scored", "rows")}
         more = record.get("some", {"rows": {}, "images": 0, "severity": 0})
         found |= {"some": more["rows"], "images": more["images"], "severity": more["severity"]}
         for row in found["rows"].values():

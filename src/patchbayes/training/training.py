@@ -16,13 +16,13 @@ from ..data import Dataset, read
 from ..errors import PatchbayesError
 from ..files import replacing
 from ..likelihoods import Gaussian
+from ..objective import share_gradients_
 from ..patching import is_patched
 from ..provenance import provenance
 from .config import TrainingConfig
 from .data_order import Batch, EpochBatches, num_steps
 from .data_record import data_changes, data_record
 from .engine import engine
-from .gradients import hold_still_, share_gradients_
 from .held_out import held_out_scores
 from .interruption import Interruption, TrainingInterrupted
 from .jitter import grow_jitter_
@@ -34,6 +34,7 @@ from .patched_net import patched_net
 from .run_folder import RunFolder, refuse_used
 from .schedule import learning_rate_factor
 from .state import Progress, load_state_, save_state
+from .turns import hold_still_
 from .writing import writing
 
 if TYPE_CHECKING:
