@@ -75,7 +75,8 @@ def _interval(values: Sequence[float], digits: int) -> str:
 def _read(path: Path) -> dict[str, Any]:
     try:
         record = json.loads(path.read_text())
-        found = {key: record[key] for key in ("network", "seed", "scored", "rows")}
+        found = {key: record[key] for key in ("seed", "scored", "rows")}
+        found["network"] = path.stem.removeprefix("bayesianize_").partition("_seed")[0]
         more = record.get("some", {"rows": {}, "images": 0, "severity": 0})
         found |= {"some": more["rows"], "images": more["images"], "severity": more["severity"]}
         for row in found["rows"].values():

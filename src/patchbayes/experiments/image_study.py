@@ -108,10 +108,7 @@ def run_study(study: Study, setting: Setting, name: str) -> dict[str, Any]:
 
 
 def _evaluated(study: Study, setting: Setting, folders: Sequence[Path]) -> list[dict[str, Any]]:
-    runs = [RunFolder.open(folder) for folder in folders]
-    done = [folder for folder in folders if (folder / "evaluation.json").exists()]
-    if len(done) == len(folders):
-        return [read_evaluation(folder) for folder in folders]
+    """The records of all runs, each written as soon as it is made."""
     options = Evaluating(
         split=study.split,
         draws=study.draws,
@@ -123,9 +120,12 @@ def _evaluated(study: Study, setting: Setting, folders: Sequence[Path]) -> list[
         data_dir=setting.data_dir,
         replicates=200,
     )
-    records = evaluate(runs, options, setting.say)
-    for folder, record in zip(folders, records, strict=True):
-        write_evaluation(folder, record)
+    reference = next(folder for folder in folders if folder.name.startswith("vanilla-"))
+    for folder in folders:
+        if not (folder / "evaluation.json").exists():
+            beside = [reference] if study.corruptions and folder != reference else []  # corruption errors are relative
+            *_, record = evaluate([RunFolder.open(one) for one in (*beside, folder)], options, setting.say)
+            write_evaluation(folder, record)
     return [read_evaluation(folder) for folder in folders]
 
 
