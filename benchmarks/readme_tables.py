@@ -274,7 +274,9 @@ def batch_norm_statistics(records: list[dict[str, Any]]) -> str:
         cells = f"{scores['nll']:.4f} | {100 * scores['ece']:.2f} % | {100 * scores['accuracy']:.2f} %"
         lines.append(f"| {record['settings']['statistics']} | {cells} |")
     commands = "; ".join(f"`{record['command']}` (commit {record['commit']})" for record in records)
-    return "\n".join([*lines, "", f"ResNet-20 on CIFAR-100, seed 0, scored on the held-out images. Commands: {commands}."])
+    return "\n".join(
+        [*lines, "", f"ResNet-20 on CIFAR-100, seed 0, scored on the held-out images. Commands: {commands}."]
+    )
 
 
 def _mean_and_reach(values: list[float], digits: int, unit: str) -> str:

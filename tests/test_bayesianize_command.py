@@ -136,6 +136,7 @@ def test_a_base_that_moved_or_changed_is_named(chosen, place, tmp_path):
         ("net.pt run --jitter -1", 1, "jitter"),
         ("net.pt run --epochs -1", 1, "epochs"),
         ("net.pt run -K 1", 1, "components"),
+        ("net.pt run --epochs 0 --lr 0.1", 2, "--lr is for training the patches"),
         ("net.pt run --method dropout", 2, "is not one of"),
         ("trained/config.json run", 1, "cannot be read as a checkpoint"),
     ],

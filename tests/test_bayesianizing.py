@@ -331,9 +331,11 @@ def test_the_output_is_the_layer_that_runs_last(digits):
         def forward(self, x):
             return self.output(self.hidden(x.flatten(1)))
 
-    network = Turned()
-    bayesianize_(network, digits[0], digits[1], sites="output", epochs=0, examples=50, draws=2)
-    assert list(pb.patched_sites(network)) == ["output"]
+    shown = digits[1][0][0]
+    for held_out, example, found in ((digits[1], None, "output"), (None, shown, "output"), (None, None, "hidden")):
+        network = Turned()
+        bayesianize_(network, None, held_out, sites="output", epochs=0, examples=50, draws=2, example_input=example)
+        assert list(pb.patched_sites(network)) == [found]
 
 
 def test_inputs_of_several_tensors(digits):

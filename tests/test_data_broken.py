@@ -222,7 +222,7 @@ def test_broken_csv_files(tmp_path, content, message):
 def test_csv_files_that_are_no_text(tmp_path):
     (tmp_path / "t.csv").write_bytes(b"a,b\n\xff\xfe,1\n")
     refuses("t.csv: cannot be read as a CSV file", f"csv:{tmp_path / 't.csv'}#a")
-    refuses("cannot be read as a CSV file", f"csv:{tmp_path}#a")
+    refuses("is a folder, and a CSV file is wanted", f"csv:{tmp_path}#a")
 
 
 def test_csv_options(tmp_path):

@@ -443,7 +443,9 @@ def test_corrupted_images_of_a_folder(runs, tmp_path):
         ("ecmp --temperature-on test[:10] --split test[9:]", 1, "some of these examples are scored"),
         ("ecmp --ood nosuch", 1, "unknown data 'nosuch'"),
         ("ecmp --ood diabetes", 1, "only images can be fitted"),
+        ("ecmp --ood digits", 1, "digits is what ecmp was trained on"),
         ("ecmp --severities 6 --corruptions", 2, "from 1 to 5"),
+        ("ecmp --severities 1 --corruption-draws 3", 2, "--corruption-draws and --severities: give --corruptions"),
         ("ecmp --checkpoint first", 2, "is not one of"),
         ("ecmp diabetes --corruptions", 1, "corruptions is for classification"),
         ("diabetes --ood digits", 1, "ood is for classification"),
@@ -472,6 +474,7 @@ def test_an_evaluation_that_is_missing_or_damaged_is_said(runs, tmp_path):
 
 def test_the_report_of_evaluated_runs_in_every_format(records, values, runs, tmp_path):
     folders = [runs / name for name in (*records, *values)]
+    assert "is given twice" in command("report", folders[0], folders[0], code=2).err
     forms = "--format html --format markdown --format latex --format csv"
     title = "Digits <b>& more"
     written = command(f"report {forms} --json --title", title, "-o", tmp_path / "out.html", *folders).json["written"]

@@ -195,6 +195,7 @@ def test_verification_covers_figures_and_the_readme(tmp_path):
         summary.verify_summary(records, docs)
     assert summary.verify_readme(docs) is False  # another folder's README is none of ours
     summary.write_summary(records, docs)
+    assert "give one of" in command("reproduce --verify --list", code=2).err
     said = command("reproduce --verify --results", records, "--docs", docs).out
     assert "its 1 figures are there" in said
     assert "README.md: not checked" in said

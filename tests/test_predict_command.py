@@ -178,7 +178,9 @@ def test_answers_below_the_threshold_of_a_risk_are_referred(place):
     assert 0 < threshold < 1  # so that there is something to see
     assert [row["refer"] for row in found] == [row["probability"] < threshold for row in found]
     assert all(row["refer"] for row in answers("--risk 0.0001", place / "digits", place / "pictures"))
-    table = command("predict --risk 0.0001", place / "digits", place / "pictures").out.splitlines()
+    found = command("predict --risk 0.0001", place / "digits", place / "pictures")
+    assert "no threshold could be shown to keep the risk below 0.0001" in found.err
+    table = found.out.splitlines()
     assert all(line.endswith("refer") for line in table)
 
 
@@ -201,7 +203,10 @@ def test_the_data_set_need_not_be_there_but_for_a_risk(place, tmp_path):
 
 
 def test_the_last_checkpoint_answers_otherwise_than_the_best(tmp_path, place):
-    command("train --data digits --model small_cnn --epochs 3 --lr 0.3 --schedule constant --seed 3", tmp_path / "run")
+    command(
+        "train --data digits --model small_cnn --epochs 3 --lr 0.3 --patch-lr 1.5 --set sharing=0 --schedule constant --seed 3",
+        tmp_path / "run",
+    )
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     best, last = (answers(f"--checkpoint {which}", tmp_path / "run", place / "pictures") for which in ("best", "last"))
     assert (best == last) == rows[-1]["best"]

@@ -102,7 +102,7 @@ def test_every_section_is_there(full):
     assert full["html"].count('<svg class="plot"') == 2 + 2 + 4 + 1 + 1 + 4
     assert full["html"].count('<figure class="heat">') == 4
     assert full["html"].count("<img ") == 2 * 16
-    assert "patchbayes train --data cifar10" in full["html"]
+    assert "patchbayes train runs/" in full["html"]
     assert "c9ec0d9" in full["html"]
     assert "patched 19 sites of CifarResNet" in full["html"]
 

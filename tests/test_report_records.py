@@ -205,8 +205,8 @@ def _simulate(method, seed):
         "exact": False,
         "seed": seed,
         "command": f"patchbayes evaluate runs/{name} --draws {simulation.draws} --split 'test[5000:]'",
-        "train_command": f"patchbayes train --data cifar10 --model cifar_resnet20 --method {name.split('-')[0]} "
-        f"--seed {seed} --out runs/{name}",
+        "train_command": f"patchbayes train runs/{name} --data cifar10 --model cifar_resnet20 "
+        f"--method {name.split('-')[0]} --seed {seed}",
         "commit": "c9ec0d9",
         "machine": {"processor": "x86_64", "cores": 2},
         "versions": {"python": "3.11.2", "torch": "2.13.0", "patchbayes": "0.1.0"},
@@ -279,6 +279,8 @@ def _simulate(method, seed):
             "mce": 100 * float((errors.sum(1) / reference.sum(1)).mean()),
             "relative_mce": 100 * float(((errors - clean).sum(1) / (reference - clean_reference).sum(1)).mean()),
             "reference": "vanilla",
+            "num_examples": 300,
+            "draws": 20,
         },
         "examples": {
             "most_certain": [example(i) for i in order[:8]],
@@ -351,7 +353,7 @@ def simulate_regression(seeds=(0, 1, 2), examples=400):
                     "draws": 100,
                     "seed": seed,
                     "command": f"patchbayes evaluate runs/{name}",
-                    "train_command": f"patchbayes train --data diabetes --seed={seed} --out=runs/{name}",
+                    "train_command": f"patchbayes train runs/{name} --data diabetes --seed={seed}",
                     "metrics": {metric: interval(metric, values) for metric, values in rows().items()},
                     "quantiles": {
                         "level": levels,

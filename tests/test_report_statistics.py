@@ -176,6 +176,15 @@ def test_settings_tell_groups_apart_by_their_words():
     assert [group.label for group in comparison.groups] == ["EMP(K=5)", "EMP(K=5), lr=0.5"]
 
 
+def test_a_folder_may_be_named_like_a_setting():
+    records, _ = simulate(["EMP(K=5)"], [0, 1])
+    for record, folder in zip(records, ("runs/emp", "runs/emp-1"), strict=True):
+        record |= {"name": folder.removeprefix("runs/"), "folder": folder}
+        record["train_command"] = f"patchbayes train {folder} --method emp --set init=emp --set seed={record['seed']}"
+    (comparison,) = compare([read_run(record, [], 1) for record in records])
+    assert [group.seeds_text for group in comparison.groups] == ["2 seeds, S = 40"]
+
+
 def test_the_same_run_twice_is_numbered():
     records, _ = simulate(["EMP(K=5)"], [0, 0])
     (comparison,) = compare([read_run(record, [], 1) for record in records])
@@ -230,8 +239,26 @@ def test_corruption_tables_average_over_severities_and_seeds():
     errors = np.array([record["corruptions"]["error"] for record in records])
     assert column(made["corruption"], "mean_error")[0].text == f"{100 * errors.mean():.1f}"
     assert column(made["corruption"], "mce")[0].text == "100.0"  # the reference itself
+    assert made["corruption"].rows[0].detail == "2 seeds, S = 1"
+    assert made["corruption"].notes[0] == "Means are over 15 corruptions of 300 images, severity 1, 2, 3, 4, 5."
     assert [row.label for row in made["corruptions"].rows][:2] == ["gaussian noise", "shot noise"]
     assert made["corruptions"].rows[3].cells[0].text == f"{100 * errors[:, 3].mean():.1f}"
+
+
+def test_scores_under_corruption_name_their_own_draws_and_severities():
+    (record,), _ = simulate(["EMP(K=5)"], [0])
+    record["corruptions"] |= {
+        "names": ["fog"],
+        "severities": [2],
+        "relative_mce": None,
+        **{name: record["corruptions"][name][:1] for name in ("error", "nll", "ece")},
+    }
+    for name in ("error", "nll", "ece"):
+        record["corruptions"][name] = [record["corruptions"][name][0][:1]]
+    made = tables(compare([read_run(record, [], 1)])[0])["corruption"]
+    assert made.rows[0].detail == "1 seed, S = 20"
+    assert made.notes[0] == "Means are over 1 corruption of 300 images, severity 2."
+    assert not any("elative mCE" in note for note in made.notes)
 
 
 def test_tables_without_content_are_not_there():

@@ -73,6 +73,8 @@ def test_what_is_missing_has_its_default_and_unknown_keys_are_refused():
         ({"method": "vanilla", "patch_lr": 0.1}, '"vanilla" patches nothing'),
         ({"method": "vanilla", "alternate": 1.0}, '"vanilla" has no patched beside shared'),
         ({"method": "ensemble", "alternate": 1.0}, '"ensemble" has no patched beside shared'),
+        ({"alternate": 10.0}, "patched parameters would have no turn in 10 epochs"),
+        ({"method": "vanilla", "weight_decay": 0.1, "prior_precision": 2.0}, "weight_decay takes its place"),
         ({"method": "dropout", "sharing": 0.5}, "only the components of emp and ecmp are drawn"),
         ({"method": "vanilla", "draws_per_step": 2}, '"vanilla" draws nothing'),
         ({"method": "ensemble", "draws_per_step": 2}, "each of its members in every step"),

@@ -3,6 +3,7 @@ weights read from ordinary checkpoints."""
 
 import copy
 import itertools
+import json
 import math
 
 import pytest
@@ -24,6 +25,7 @@ from patchbayes.training.methods import patch_with_
 from patchbayes.training.optimizers import build_optimizer
 from patchbayes.training.patched_net import patched_net
 from patchbayes.training.schedule import learning_rate_factor
+from patchbayes.training.state import FORMAT
 from patchbayes.training.turns import hold_still_
 
 
@@ -236,6 +238,11 @@ def test_patched_parameters_have_a_group_of_their_own():
     assert {group["weight_decay"] for group in groups.values()} == {0.0}
     for optimizer in ("sgd", "adam"):
         assert {group["lr"] for group in optimizer_of(lr=0.2, optimizer=optimizer)[1].values()} == {0.2}
+
+
+def test_turns_need_two_kinds_of_parameters():
+    with pytest.raises(PatchbayesError, match=r'sites="all" leaves nothing to take turns with'):
+        optimizer_of(sites="all", alternate=1.0)
 
 
 def test_shared_and_patched_parameters_learn_in_turns():
@@ -517,6 +524,11 @@ def test_broken_and_patched_safetensors_are_refused(network, tmp_path):
     pb.patch_(patched, pb.EMP(2))
     pb.save(patched, path, whole=True)
     with pytest.raises(CheckpointMismatch, match="holds a patched network; an ordinary checkpoint is wanted"):
+        load_ordinary_(network, path)
+    with pytest.raises(CheckpointMismatch, match=r"is a folder.\n  do       give the file of the weights"):
+        load_ordinary_(network, tmp_path)
+    save_file({}, path, metadata={"patchbayes": json.dumps({"format": FORMAT})})
+    with pytest.raises(CheckpointMismatch, match=r"is the state of a training.\n  do       give the weights alone"):
         load_ordinary_(network, path)
 
 

@@ -341,5 +341,5 @@ def test_a_folder_below_a_file_is_an_error(data, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(PatchbayesError, match=r"run cannot be written \(Not a directory\)"):
         train(config(data), tmp_path / "file" / "run")
-    with pytest.raises(PatchbayesError, match=r"cannot be written \(File exists\)"):
+    with pytest.raises(PatchbayesError, match=r"is a file, and a run needs a folder"):
         train(config(data), tmp_path / "file")

@@ -51,6 +51,7 @@ def bayesianize_(
     examples: int = 2500,
     draws: int = 20,
     seed: int = 0,
+    example_input: Any = None,
 ) -> BayesianizeReport:
     """Turn a trained classifier into a calibrated Bayesian one, in place: its mean network stays, its components spread.
 
@@ -75,6 +76,7 @@ def bayesianize_(
     examples   held-out examples that are used, a random part by `seed`; steps 2 and 4 take a thousand of these at most.
     draws      draws of the network in step 5, as prediction will take them (`predict`'s default); half of it in 2 and 4.
     seed       of the components, the draws in training, the part of the held-out data. The order of `train` is its own.
+    example_input   an input that shows which layer runs last, and is the output; if not given, held-out data do.
 
     Modes, frozen flags and everything outside the sites come back as they were; after an error or an interruption the
     whole network does. Save the result with `patchbayes.save`.
@@ -94,7 +96,7 @@ def bayesianize_(
         scaled = Scores.of(apply_temperature(log_probs, temperature), chosen.targets)
         clock.lap("held-out data")
     with _undone_on_error(model), _modes_and_flags_kept(model):
-        example = None if chosen is None else chosen.inputs_for(model)[0]
+        example = chosen.inputs_for(model)[0] if example_input is None and chosen is not None else example_input
         copies = replace(method, init="copies", jitter=0.0)
         report = patch_(model, copies, sites, example_input=example, generator=generator)
         patches = patched_sites(model)

@@ -100,11 +100,12 @@ class BayesianizeReport:
                 else "training did not improve the held-out NLL, so the untrained components were kept"
             )
         if self.balance != 1:
-            lines.append(f"balance {self.balance:.4g} times that, for a confidence equal to the accuracy")
+            lines.append(f"balance {self.balance:.4g} times that, to bring the confidence to the accuracy")
         for trial in self.tried:
             lines.append(f"  tried {trial.stage} {_scales(trial.scales):<28} {trial.scores}")
         if self.before is not None:
-            lines.append(f"on {self.num_held_out} held-out examples (those that made the choices)")
+            chosen = " (those that made the choices)" if self.tried else ""
+            lines.append(f"on {self.num_held_out} held-out examples{chosen}")
             lines.append(f"  before                    {self.before}")
             lines.append(f"  after                     {self.after}")
             lines.append(f"  temperature {self.temperature:<5.2f} instead {self.temperature_scaled}")
@@ -112,7 +113,8 @@ class BayesianizeReport:
         lines.append(
             f"size    {self.patch_bytes:,} bytes of patches, {share:.1f} % of the network's {self.model_bytes:,}"
         )
-        lines.append("time    " + ", ".join(f"{name} {value:.0f} s" for name, value in self.seconds.items()))
+        if self.seconds:
+            lines.append("time    " + ", ".join(f"{name} {value:.0f} s" for name, value in self.seconds.items()))
         return "\n".join(lines)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..checkpoint import save
@@ -61,6 +62,7 @@ def bayesianize_checkpoint(
         None if options.get("epochs") == 0 else TrainingBatches(dataset, batch_size, seed),
         None if kept is None else PartBatches(dataset, kept, batch_size),
         seed=seed,
+        example_input=torch.zeros(2, *dataset.input_shape),
         **options,
     )
     methods = dict.fromkeys(site.method.label for site in patched_sites(network).values())

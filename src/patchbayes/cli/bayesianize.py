@@ -57,6 +57,8 @@ def bayesianize(
     from ..training import build_method
 
     options: dict[str, Any] = {"epochs": epochs, "sites": sites, "method": build_method(method, components=components)}
+    if epochs == 0 and lr is not None:
+        raise typer.BadParameter("--lr is for training the patches, and --epochs 0 does not.")
     options |= {} if lr is None else {"lr": lr}
     options |= {} if jitter is None else {"jitter": jitter}
     _, report = bayesianize_checkpoint(

@@ -20,6 +20,11 @@ def tell(text: str) -> None:
         typer.echo(text, err=True)
 
 
+def warn(text: str) -> None:
+    """Say on standard error what must not be missed, whoever reads it."""
+    typer.echo(text, err=True)
+
+
 def show_json(content: Any) -> None:
     """Print a result for a program: JSON, where what is not a finite number is null."""
     typer.echo(json.dumps(finite(content), indent=1, ensure_ascii=False))

@@ -32,9 +32,13 @@ def evaluate(
     corruption_folder: Annotated[
         Path | None, typer.Option(help="Corrupted images in the layout of CIFAR-C or ImageNet-C.")
     ] = None,
-    corruption_examples: Annotated[int, typer.Option(help="Examples of each corruption and severity.")] = 1000,
-    corruption_draws: Annotated[int, typer.Option(help="Draws under corruption.")] = 20,
-    severities: Annotated[str, typer.Option(help="Severities of the corruptions.")] = "1,2,3,4,5",
+    corruption_examples: Annotated[
+        int | None, typer.Option(help="Examples of each corruption and severity; 1000 if not given.")
+    ] = None,
+    corruption_draws: Annotated[int | None, typer.Option(help="Draws under corruption; 20 if not given.")] = None,
+    severities: Annotated[
+        str | None, typer.Option(help="Severities of the corruptions; 1,2,3,4,5 if not given.")
+    ] = None,
     checkpoint: Annotated[Literal["best", "last"], typer.Option(help="Which checkpoint of a training.")] = "best",
     data_dir: Annotated[Path | None, typer.Option(help="Where data sets lie; else $PATCHBAYES_DATA.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the records as JSON.")] = False,
@@ -55,18 +59,25 @@ def evaluate(
     from ..evaluation import evaluate as evaluate_runs
     from ..training import RunFolder
 
+    of_corruptions: dict[str, Any] = {
+        "corruption_examples": corruption_examples,
+        "corruption_draws": corruption_draws,
+        "severities": None if severities is None else _severities(severities),
+    }
+    asked = {name: value for name, value in of_corruptions.items() if value is not None}
+    if asked and not (corruptions or corruption_folder):
+        names = " and ".join(f"--{name.replace('_', '-')}" for name in asked)
+        raise typer.BadParameter(f"{names}: give --corruptions or --corruption-folder too.")
     options = Evaluating(
         split=split,
         draws=draws,
         temperature_on=temperature_on,
         ood=tuple(ood or ()),
         corruptions=corruption_folder or corruptions,
-        corruption_examples=corruption_examples,
-        corruption_draws=corruption_draws,
-        severities=_severities(severities),
         which=checkpoint,
         data_dir=data_dir,
         command=shlex.join(["patchbayes", *sys.argv[1:]]),
+        **asked,
     )
     folders = [RunFolder.open(path) for path in runs]
     records = evaluate_runs(folders, options, tell, write_evaluation)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from .console import finite, show, tell
+from .console import finite, show, tell, warn
 
 
 def predict(
@@ -63,7 +63,7 @@ def predict(
     if risk is not None:
         tell(f"setting the threshold for a risk of {risk:g} on {risk_on or 'held_out'} ...")
         answering = answering.referring(risk, risk_on or "held_out")
-        tell(answering.about_threshold)
+        warn(answering.about_threshold)
     _write(answering.answers(files), output)
 
 

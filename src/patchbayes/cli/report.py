@@ -21,7 +21,7 @@ def report(
     """Show evaluated runs side by side, on one page.
 
     Tables, reliability, draws, coverage, corruption, examples, in one file that needs no network and opens from disk. Run
-    `patchbayes evaluate` on the folders first. Tables in Markdown, LaTeX and CSV are written beside the page.
+    `patchbayes evaluate` on the folders first. With --format, the tables as Markdown, LaTeX or CSV.
 
     \b
     patchbayes report runs/* -o report.html
@@ -35,6 +35,9 @@ def report(
     if unknown:
         raise typer.BadParameter(f"--format {unknown[0]}: give one of {', '.join(SUFFIXES)}.")
     folders = [RunFolder.open(path) for path in runs]
+    twice = [str(path) for i, path in enumerate(runs) if path.resolve() in {one.resolve() for one in runs[:i]}]
+    if twice:
+        raise typer.BadParameter(f"{twice[0]} is given twice.")
     written = write_report(
         [read_evaluation(folder.path) for folder in folders],
         [folder.history() for folder in folders],

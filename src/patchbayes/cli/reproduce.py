@@ -35,6 +35,8 @@ def reproduce(
     from ..experiments import experiment as experiments
     from ..experiments import registry, summary
 
+    if sum([name is not None, list_all, verify, write_docs]) > 1:
+        raise typer.BadParameter("give one of the name of an experiment, --list, --verify and --write-docs.")
     if list_all:
         found = [registry.experiment(name) for name in registry.names()]
         rows = [[e.name, ", ".join(e.items), *(e.duration[s] for s in experiments.SCALES)] for e in found]

@@ -97,6 +97,8 @@ def _open(file: Path) -> tuple[list[str], Iterator[_Row]]:
 
 def _lines(file: Path) -> Iterator[_Row]:
     """The non-empty lines, split at the delimiter that the first line has most of."""
+    if file.is_dir():
+        raise PatchbayesError(f"{file} is a folder, and a CSV file is wanted here.")
     try:
         with file.open(encoding="utf-8-sig", newline="") as lines:
             first = lines.readline()

@@ -78,8 +78,12 @@ def evaluate(
         raise PatchbayesError("evaluate: at least one draw is needed.")
     subjects = [_Subject(run, options) for run in runs]
     others = {spec: read(spec, options.data_dir, held_out=0).test for spec in options.ood}
-    for other in others.values():
+    for spec, other in others.items():
         for subject in subjects:
+            if spec == subject.run.config["data"]["spec"]:
+                raise PatchbayesError(
+                    f"evaluate: {spec} is what {subject.name} was trained on, not data of another kind."
+                )
             fitted(other.fetch(torch.zeros(1, dtype=torch.int64))[0], subject.dataset.input_shape)  # refuses tables
     if options.corruptions:
         _check_corruptions(subjects, options)
@@ -330,6 +334,7 @@ def _add_corruptions(
             "reference": None,
             "clean_error": clean[i],
             "num_examples": len(split),
+            "draws": options.corruption_draws,
         }
         if reference is not None:
             compared_with(found, clean[i], scores[reference], clean[reference])

@@ -93,18 +93,19 @@ def compared_with(scores: dict[str, Any], clean: float, reference: Mapping[str, 
 
 
 def out_of_distribution(classifier: Classifier, known: ClassAnswers, other: Split, draws: int) -> list[dict[str, Any]]:
-    """How well uncertainty tells inputs of another kind from the network's own: AUROC and FPR95, by two scores.
+    """How well uncertainty tells inputs of another kind from the network's own: AUROC and FPR95, by entropy and, of
+    several draws, by mutual information.
 
     Images of another size or number of channels are fitted: resized, and gray repeated or color averaged.
     """
     raw, _ = other.fetch(torch.arange(len(other)))
     unknown = classifier.answers(fitted(raw, classifier.input_shape), torch.zeros(len(raw), dtype=torch.int64), draws)
+    scores = [("entropy", _entropy(known), _entropy(unknown))]
+    if known.num_draws > 1:
+        scores.append(("mutual information", known.mutual_information, unknown.mutual_information))
     return [
         {"score": score, "auroc": auroc(own, foreign), "fpr95": fpr_at_tpr(own, foreign)}
-        for score, own, foreign in (
-            ("entropy", _entropy(known), _entropy(unknown)),
-            ("mutual information", known.mutual_information, unknown.mutual_information),
-        )
+        for score, own, foreign in scores
     ]
 
 

@@ -24,9 +24,18 @@ class Group:
     @property
     def seeds_text(self) -> str:
         """How many seeds, and how many draws, in words."""
-        seeds = f"{len(self.runs)} seeds" if len(self.runs) > 1 else "1 seed"
         draws = self.first.num_draws or self.first.draws
-        return seeds if draws is None else f"{seeds}, S = {draws:,}{' (all)' if self.first.exact and draws > 1 else ''}"
+        return self._seeds_and_draws(draws, " (all)" if self.first.exact and draws and draws > 1 else "")
+
+    @property
+    def corrupted_text(self) -> str:
+        """The same for the scores under corruption, which have draws of their own."""
+        draws = self.first.corruptions.draws if self.first.corruptions else None
+        return self._seeds_and_draws(1 if draws and self.first.num_draws == 1 else draws)
+
+    def _seeds_and_draws(self, draws: int | None, more: str = "") -> str:
+        seeds = f"{len(self.runs)} seeds" if len(self.runs) > 1 else "1 seed"
+        return seeds if draws is None else f"{seeds}, S = {draws:,}{more}"
 
     def estimate(self, value: Callable[[Run], float | None]) -> Estimate:
         """The mean over seeds of a plain number of each run."""
@@ -105,15 +114,15 @@ def _command(run: Run) -> tuple[str, ...]:
     own = {run.name, PurePath(run.folder).name} - {""}
     kept: list[str] = []
     seed_follows = False
-    for word in words:
-        option, _, value = word.rpartition("=")
+    for before, word in zip(["", *words], words, strict=False):
+        option = word.rpartition("=")[0]
         if seed_follows or option in ("--seed", "seed"):
             if kept and kept[-1] == "--set":  # --set seed=1
                 kept.pop()
             seed_follows = False
         elif word == "--seed":
             seed_follows = True
-        elif PurePath(value).name not in own:
+        elif option or before.startswith("-") or PurePath(word).name not in own:
             kept.append(word)
     return tuple(kept)
 

@@ -95,6 +95,8 @@ class Corruptions:
     mce: float | None
     relative_mce: float | None
     reference: str | None
+    num_examples: int | None = None
+    draws: int | None = None
 
 
 @dataclass(frozen=True)
@@ -327,6 +329,7 @@ def _corruptions(entry: Entry) -> Corruptions | None:
         entry["mce"].number(),
         entry["relative_mce"].number(),
         reference.text() if reference.present else None,
+        *(entry[name].count() if entry[name].present else None for name in ("num_examples", "draws")),
     )
 
 

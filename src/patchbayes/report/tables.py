@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from . import collapse
 from .estimates import Estimate, best
@@ -240,13 +240,22 @@ def corruption_summary(comparison: Comparison) -> Table | None:
             columns.append(Column(label, key, RELATIVE_ERROR.arrow))
             cells.append(_cells(RELATIVE_ERROR, estimates))
     references = sorted({run.corruptions.reference for run in runs if run.corruptions and run.corruptions.reference})
-    notes = ["Means are over all corruptions and severities."]
-    if references:
-        notes.append(
-            f"mCE: error by corruption relative to that of {', '.join(references)}, which is 100, averaged; "
-            "relative mCE: the same for what the corruption adds to the clean error."
-        )
-    return Table(f"Corruption of {comparison.title}", "Method", tuple(columns), _rows(comparison, cells), tuple(notes))
+    found = [run.corruptions for run in runs if run.corruptions]
+    severities = ", ".join(str(level) for level in sorted({level for one in found for level in one.severities}))
+    numbers = sorted({one.num_examples for one in found if one.num_examples})
+    images = f" of {' or '.join(f'{number:,}' for number in numbers)} images" if numbers else ""
+    kinds = max(len(one.names) for one in found)
+    notes = [f"Means are over {kinds} corruption{'s' if kinds > 1 else ''}{images}, severity {severities}."]
+    shown = {column.key for column in columns}
+    if references and "mce" in shown:
+        notes.append(f"mCE: error by corruption relative to that of {', '.join(references)}, which is 100, averaged.")
+    if references and "relative_mce" in shown:
+        notes.append("Relative mCE: the same for what the corruption adds to the clean error.")
+    rows = tuple(
+        replace(row, detail=group.corrupted_text)
+        for row, group in zip(_rows(comparison, cells), comparison.groups, strict=True)
+    )
+    return Table(f"Corruption of {comparison.title}", "Method", tuple(columns), rows, tuple(notes))
 
 
 def lower(label: str) -> str:

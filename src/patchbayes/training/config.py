@@ -53,7 +53,7 @@ class TrainingConfig:
     patch_lr       of patched parameters; lr if not given.
     sharing        emp and ecmp: how much of a step's gradient the components take that were not drawn in it, which would
                    else learn in one of K steps and lag behind the rest. 0: nothing; 1: all components move alike; 0.5 if
-                   not given. Where training ends is where it would without.
+                   not given. Below 1, where training comes to rest is where it would without.
     alternate      epochs of a turn, where shared and patched parameters learn in turns (appendix C.2); 0: together.
     momentum, nesterov   for sgd; 0.9 if not given.
     schedule       of the learning rates: "cosine" (to 0), "constant" or "step" (times `step_factor`, 0.1 if not given, at
@@ -295,6 +295,12 @@ def _check_together(config: TrainingConfig) -> None:
             _refuse("draws_per_step", config.draws_per_step, 'method "vanilla" draws nothing')
     if config.method == "ensemble" and config.draws_per_step != 1:
         _refuse("draws_per_step", config.draws_per_step, "an ensemble trains each of its members in every step")
+    if method is None and config.weight_decay is not None and config.prior_precision is not None:
+        _refuse(
+            "prior_precision", config.prior_precision, 'weight_decay takes its place, and "vanilla" patches nothing'
+        )
+    if config.alternate >= config.epochs:
+        _refuse("alternate", config.alternate, f"patched parameters would have no turn in {config.epochs} epochs")
     if config.sharing is not None and config.method not in _DRAWN:
         _refuse("sharing", config.sharing, "only the components of emp and ecmp are drawn")
     if config.alternate and (method is None or config.method == "ensemble"):

@@ -17,10 +17,16 @@ _held: set[Path] = set()
 def locked(folder: Path) -> Iterator[None]:
     """Make the folder if need be, and hold it; refused while another trainer does.
 
+    If no run has begun in it when the block ends, what was made for it is taken away again.
     The system holds the lock for the process and drops it with the process, however that ends: a lock cannot be left
     behind. (It is not inherited by processes that prepare batches, which may outlive a killed trainer for seconds.)
     """
     path = folder.resolve() / _NAME
+    if folder.exists() and not folder.is_dir():
+        raise PatchbayesError(
+            f"{folder} is a file, and a run needs a folder.\n  do       choose a new or empty folder."
+        )
+    made = [one for one in (path.parent, *path.parent.parents) if not one.exists()]
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     if path in _held:
@@ -40,6 +46,11 @@ def locked(folder: Path) -> Iterator[None]:
             yield
         finally:
             _held.discard(path)
+            if not (folder / "config.json").exists():
+                path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # something else is in it
+                    for one in made:
+                        one.rmdir()
 
 
 def _lock(descriptor: int) -> bool:

@@ -42,4 +42,9 @@ def _groups(config: TrainingConfig, network: nn.Module) -> list[dict[str, Any]]:
             f'TrainingConfig(weight_decay={decay!r}): sites="{config.chosen_sites}" leaves no shared parameter to decay, and '
             "the KL has the patched ones.\n  do       leave it out, or use prior_precision."
         )
+    if config.alternate and len({group["name"].partition("_")[0] for group in groups}) < 2:
+        raise PatchbayesError(
+            f'TrainingConfig(alternate={config.alternate!r}): sites="{config.chosen_sites}" leaves nothing to take turns '
+            "with.\n  do       leave it out, or patch fewer sites."
+        )
     return groups

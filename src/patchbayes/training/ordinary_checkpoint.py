@@ -52,6 +52,10 @@ def load_ordinary_(network: nn.Module, path: str | Path) -> None:
 def read_ordinary(path: str | Path) -> dict[str, Tensor]:
     """The tensors of a file by name, on the CPU, out of the containers that training scripts put around them."""
     path = Path(path)
+    if path.is_dir():
+        raise CheckpointMismatch(
+            f"{path} is a folder.\n  do       give the file of the weights, such as best.safetensors."
+        )
     if not path.is_file():
         raise CheckpointMismatch(f"there is no file {path}.")
     if path.suffix == ".safetensors":
@@ -60,7 +64,7 @@ def read_ordinary(path: str | Path) -> dict[str, Tensor]:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise CheckpointMismatch(
-            f"{path} cannot be read as a checkpoint ({_first_line(error)}).\n"
+            f"{path} cannot be read as a checkpoint ({type(error).__name__}: {_first_line(error)}).\n"
             "  do       give a .safetensors file, or torch.save(model.state_dict(), ...): a file with whole objects in it is "
             "not opened, since that could run anything."
         ) from None
@@ -80,6 +84,10 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
             tensors: dict[str, Tensor] = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     except (safetensors.SafetensorError, OSError, ValueError) as error:
         raise CheckpointMismatch(f"{path} is not a whole safetensors file ({error}); copy or save it again.") from None
+    if '"patchbayes-training' in metadata.get("patchbayes", ""):
+        raise CheckpointMismatch(
+            f"{path} is the state of a training.\n  do       give the weights alone, best.safetensors beside it."
+        )
     if "patchbayes" in metadata:
         raise CheckpointMismatch(f"{path} holds a patched network; an ordinary checkpoint is wanted here.")
     return tensors

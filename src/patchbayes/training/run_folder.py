@@ -63,12 +63,17 @@ class RunFolder:
     @property
     def training(self) -> TrainingConfig:
         """The configuration of a training."""
-        return TrainingConfig.from_json(self.config["training"])
+        try:
+            return TrainingConfig.from_json(self.config["training"])
+        except PatchbayesError as error:
+            raise PatchbayesError(f"{self.path / 'config.json'}: {error}") from None
 
     def model(self, which: Which = "best") -> nn.Module:
         """The network of the run, in evaluation mode: patched and loaded. A bayesianizing has only one."""
         if which not in ("best", "last"):
             raise PatchbayesError(f'RunFolder.model({which!r}): give "best" or "last".')
+        if which == "last" and self.kind == "bayesianize":
+            raise PatchbayesError(f'{self.path} was not trained but bayesianized: it has no "last" network, only one.')
         data = self.config["data"]
         outputs, shape = data["num_outputs"], tuple(data["input_shape"])
         if self.kind == "bayesianize":
@@ -170,7 +175,10 @@ def _read_config(path: Path) -> dict[str, Any]:
         complete = isinstance(config["model"], str) and isinstance(config["data"], dict)
         own = config["training"] if config["kind"] == "train" else config["base"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise PatchbayesError(f"{file} is not the configuration of a run ({error!r}).") from None
+        why = f"it has no {error}" if isinstance(error, KeyError) else "it cannot be read as one"
+        raise PatchbayesError(
+            f"{file} is not the configuration of a run: {why}.\n  do       put the original back, or choose another folder."
+        ) from None
     if not (known and complete and isinstance(own, dict)):
         raise PatchbayesError(f"{file} is of another version (schema {config['schema']!r}, kind {config['kind']!r}).")
     return dict(config)

@@ -62,9 +62,9 @@ def _train(config: TrainingConfig, folder: Path, accelerator: "Accelerator", res
     first = accelerator.is_main_process
     with contextlib.ExitStack() as stack:
         if first:
-            stack.enter_context(locked(folder))
-            if not resume:
+            if not resume and folder.is_dir():
                 refuse_used(folder)
+            stack.enter_context(locked(folder))
         if config.threads is None and resume and (folder / "config.json").exists():
             # Their number changes the last bits: as many as when the run began.
             began = RunFolder.open(folder).config.get("machine", {})
