@@ -32,7 +32,8 @@ _STUDIES: Mapping[Scale, Study] = {
     ),
     "small": Study(
         "images:imagenet-small", "resnet18", tuple(METHODS), 1, {**_TRAINING, "epochs": 10, "size": 64},
-        draws=20, curve=(1, 20), corruptions=True, corruption_draws=10, note="another set of images, 64 pixels, 10 epochs",
+        draws=20, curve=(1, 20), corruptions=True, corruption_examples=30, corruption_draws=10,
+        note="another set of images, 64 pixels, 10 epochs, 30 images of each corruption",
     ),
     "paper": Study(
         "images:imagenet", "resnet18", tuple(METHODS), 1, {**_TRAINING, "epochs": 100, "size": 224},
