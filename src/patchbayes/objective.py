@@ -165,10 +165,14 @@ def share_gradients_(model: nn.Module, share: float = 0.5) -> None:
     """Let the components of EMP and ECMP that were not drawn learn too: call it after backward, before the optimizer's step.
 
     A component is drawn in one of K steps, so patches lag behind the rest when training starts from scratch. This makes the
-    gradients g_1 ... g_K of the components (1 - share) g_k + share (g_1 + ... + g_K). The sum is the gradient with respect to
-    what was drawn: a share of 0 changes nothing, at 1 all components move alike, as one network would. In between, the
-    gradient is multiplied by a positive definite matrix: steps are others, the points where the expected gradient is zero
-    are not. Members of an `Ensemble` and posteriors that are no mixture keep their gradients.
+    gradients g_1 ... g_K of the components
+
+        K / (1 + share (K - 1)) * ((1 - share) g_k + share (g_1 + ... + g_K)).
+
+    The sum is the gradient g with respect to what was drawn, and the mean of the new gradients is g: with SGD the mean of the
+    components moves as one network would. At a share of 1 all components move alike, at 0 only those that were drawn, K times
+    as far. Below 1 the gradient is multiplied by a positive definite matrix: steps are others, the points where the expected
+    gradient is zero are not. Members of an `Ensemble` and posteriors that are no mixture keep their gradients.
     """
     if not (isinstance(share, int | float) and 0 <= share <= 1):
         raise PatchbayesError(f"share_gradients_(share={share!r}): required is a number from 0 to 1.")
@@ -177,7 +181,8 @@ def share_gradients_(model: nn.Module, share: float = 0.5) -> None:
             for name in site.posterior.names:
                 gradient = site.components(name).grad
                 if gradient is not None:
-                    gradient.lerp_(gradient.sum(0).expand_as(gradient), share)
+                    scale = len(gradient) / (1 + share * (len(gradient) - 1))
+                    gradient.lerp_(gradient.sum(0).expand_as(gradient), share).mul_(scale)
 
 
 @torch.no_grad()
