@@ -114,6 +114,15 @@ def test_a_regression_with_learned_precision_resumes_too(data, tmp_path):
     assert_equal_runs(tmp_path / "whole", tmp_path / "parts")
 
 
+@pytest.fixture
+def ctrl_c():
+    """As a terminal has it: what runs in the background may have been started with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_is_sigterm_and_a_second_one_ends_at_once(data, tmp_path, monkeypatch):
     with signal_at(0, 1, signal.SIGINT), pytest.raises(TrainingInterrupted) as stop:
         train(config(data), tmp_path / "run")
