@@ -17,6 +17,7 @@ from patchbayes.data.corruptions import CORRUPTIONS
 from patchbayes.draws import Draws, network_of
 from patchbayes.errors import PatchbayesError
 from patchbayes.evaluation import Evaluating, evaluate, read_evaluation, write_evaluation
+from patchbayes.evaluation import evaluation as evaluation_module
 from patchbayes.evaluation.answers import class_answers
 from patchbayes.evaluation.robustness import fitted
 from patchbayes.metrics import disagreement
@@ -410,6 +411,26 @@ def test_corruptions_are_measured_against_the_unpatched_network(runs, tmp_path):
     assert vanilla["num_examples"] == 40
 
 
+def test_corrupted_examples_are_of_all_classes_where_those_of_a_class_stand_together(runs, tmp_path, monkeypatch):
+    pytest.importorskip("imagecorruptions")
+    shutil.copytree(runs / "vanilla", tmp_path / "vanilla")
+    seen = []
+
+    def watched(classifiers, split, *arguments, **options):
+        seen.append(split)
+        return corruption_scores(classifiers, split, *arguments, **options)
+
+    corruption_scores = evaluation_module.corruption_scores
+    monkeypatch.setattr(evaluation_module, "corruption_scores", watched)
+    run = RunFolder.open(tmp_path / "vanilla")
+    test = run.dataset().test
+    evaluate(
+        [run], Evaluating(draws=1, curve=(), replicates=20, corruptions=True, severities=(1,), corruption_examples=10)
+    )
+    (split,) = seen
+    assert torch.equal(split.targets, test.targets[torch.arange(10) * len(test) // 10])
+
+
 def test_corrupted_images_of_a_folder(runs, tmp_path):
     """The folder holds the clean test images, so that every error under corruption is the clean one."""
     shutil.copytree(runs / "vanilla", tmp_path / "vanilla")
@@ -419,7 +440,7 @@ def test_corrupted_images_of_a_folder(runs, tmp_path):
     np.save(folder / "labels.npy", np.tile(labels.numpy(), 5))
     for name in CORRUPTIONS:
         np.save(folder / f"{name}.npy", np.tile(images.permute(0, 2, 3, 1).numpy(), (5, 1, 1, 1)))
-    line = "evaluate --draws 2 --corruption-examples 60 --severities 1,5 --json --corruption-folder"
+    line = "evaluate --draws 2 --split test[:60] --severities 1,5 --json --corruption-folder"
     (record,) = command(line, folder, tmp_path / "vanilla").json
     found = record["corruptions"]
     assert np.array(found["error"]).shape == (15, 2)

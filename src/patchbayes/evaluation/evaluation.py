@@ -309,13 +309,13 @@ def _add_corruptions(
 ) -> None:
     """Corrupt the images once, show them to all networks of the same data, and compare with the reference."""
     first = subjects[0]
-    split = first.split.subset(torch.arange(min(options.corruption_examples, len(first.split))))
+    split = _spread(first.split, options.corruption_examples)
     folder = options.corruptions if isinstance(options.corruptions, Path) else None
 
     def corrupted(name: str, severity: int) -> Split:
         assert folder is not None
         found = read_corrupted(folder, name, severity, first.dataset.classes, first.dataset.input_shape)
-        return found.subset(torch.arange(min(options.corruption_examples, len(found))))
+        return _spread(found, options.corruption_examples)
 
     scores = corruption_scores(
         [subject.classifier for subject in subjects],
@@ -340,6 +340,12 @@ def _add_corruptions(
             compared_with(found, clean[i], scores[reference], clean[reference])
             found["reference"] = records[reference]["name"]
         record["corruptions"] = found
+
+
+def _spread(split: Split, most: int) -> Split:
+    """At most that many examples, evenly over the split: those of a class may stand together."""
+    number = min(most, len(split))
+    return split.subset(torch.arange(number) * len(split) // number)
 
 
 def _clean_error(subject: _Subject, split: Split, draws: int) -> float:
