@@ -47,7 +47,8 @@ def _subject(result: Result) -> str:
     if "model" not in result:
         return ""
     return (
-        f" ({result['model']} on {result['data']}, {result['training'].get('epochs')} epochs, {result['seeds']} seeds)"
+        f" ({result['model']} on {result['data']}, {result['training'].get('epochs')} epochs, "
+        f"{result['seeds']} seed{'s' if result['seeds'] > 1 else ''})"
     )
 
 
