@@ -29,7 +29,7 @@ COMPONENTS = 5
 def variants(lr: float, epochs: int) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {"vanilla": {"method": "vanilla"}, "dropout": {"method": "dropout"}}
     for method in ("emp", "ecmp"):
-        found |= {
+        changes: dict[str, dict[str, Any]] = {
             method: {},
             f"{method}, sharing 0.2": {"sharing": 0.2},
             f"{method}, sharing 1": {"sharing": 1.0},
@@ -42,9 +42,7 @@ def variants(lr: float, epochs: int) -> dict[str, dict[str, Any]]:
             f"{method}, independent": {"init": "independent"},
             f"{method}, draw per example": {"per_example": True},
         }
-        for name in list(found):
-            if name.startswith(method):
-                found[name]["method"] = method
+        found |= {name: {"method": method, **settings} for name, settings in changes.items()}
     return found | {
         f"{name}, sgd": {**found[name], "optimizer": "sgd", "lr": 0.1} for name in ("vanilla", "emp", "ecmp")
     }

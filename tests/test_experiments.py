@@ -8,7 +8,7 @@ import torch
 
 from command_line import command
 from patchbayes.errors import PatchbayesError
-from patchbayes.experiments import gpu_memory, parameter_tables, prior_functions, registry, summary
+from patchbayes.experiments import gpu_memory, image_study, parameter_tables, prior_functions, registry, summary
 from patchbayes.experiments.claims import CLAIMS
 from patchbayes.experiments.experiment import (
     SCALES,
@@ -243,7 +243,7 @@ def test_networks_of_others_stand_beside_those_trained_here(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["cifar100", "imagenet"])
-def test_image_experiments_at_smoke_scale(name, tmp_path):
+def test_image_experiments_at_smoke_scale(name, tmp_path, monkeypatch):
     for package in ("accelerate", "PIL", "imagecorruptions"):
         pytest.importorskip(package)
     found = registry.experiment(name)
@@ -264,6 +264,17 @@ def test_image_experiments_at_smoke_scale(name, tmp_path):
         assert result["methods"]["vanilla"][0]["corruptions"]["mce"] == pytest.approx(100)
     else:
         assert result["methods"]["vanilla"][0]["draw_schemes"] is None
+        (tmp_path / "work" / "cifar100-smoke" / "dropout-1" / "evaluation.json").unlink()
+        evaluated = []
+        original = image_study.evaluate
+        monkeypatch.setattr(
+            image_study,
+            "evaluate",
+            lambda runs, *more: evaluated.extend(run.path.name for run in runs) or original(runs, *more),
+        )
+        again = found.run("smoke", setting)
+        assert evaluated == ["dropout-1"]  # what was interrupted is all that is made again
+        assert again["methods"]["dropout"][1]["metrics"] == result["methods"]["dropout"][1]["metrics"]
         assert "draw_schemes" not in result["methods"]["dropout"][1]  # of the first seed's networks only
         schemes = result["methods"]["ecmp_bn_output"][0]["draw_schemes"]
         assert schemes["iid"]["repeats"] == schemes["balanced"]["repeats"] == [10, 10, 2]

@@ -120,13 +120,17 @@ def _evaluated(study: Study, setting: Setting, folders: Sequence[Path]) -> list[
         data_dir=setting.data_dir,
         replicates=200,
     )
-    reference = next(folder for folder in folders if folder.name.startswith("vanilla-"))
-    for folder in folders:
-        if not (folder / "evaluation.json").exists():
-            beside = [reference] if study.corruptions and folder != reference else []  # corruption errors are relative
-            *_, record = evaluate([RunFolder.open(one) for one in (*beside, folder)], options, setting.say)
-            write_evaluation(folder, record)
+    missing = [folder for folder in folders if not _is_evaluated(folder, bool(study.corruptions))]
+    if missing:
+        chosen = folders if study.corruptions else missing  # images are corrupted once, for all
+        evaluate([RunFolder.open(folder) for folder in chosen], options, setting.say, write_evaluation)
     return [read_evaluation(folder) for folder in folders]
+
+
+def _is_evaluated(folder: Path, corrupted: bool) -> bool:
+    if not (folder / "evaluation.json").exists():
+        return False
+    return not corrupted or read_evaluation(folder)["corruptions"] is not None
 
 
 def _draw_schemes(wanted: DrawsStudy, setting: Setting, folder: Path) -> dict[str, Any] | None:

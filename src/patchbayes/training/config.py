@@ -52,8 +52,9 @@ class TrainingConfig:
     lr             0.1 for sgd, 0.001 for the others, if not given.
     patch_lr       of patched parameters; lr if not given.
     sharing        emp and ecmp: how much of a step's gradient the components take that were not drawn in it, which would
-                   else learn in one of K steps and lag behind the rest (`share_gradients_`). 0: nothing; 1: all
-                   components move alike; 0.5 if not given. Below 1, where training comes to rest is where it would without.
+                   else learn in one of K steps and lag behind the rest (`share_gradients_`). 0: off, as the paper
+                   trains; 1: all components move alike; 0.5 if not given. Below 1, where training comes to rest is where
+                   it would without.
     alternate      epochs of a turn, where shared and patched parameters learn in turns (appendix C.2); 0: together.
     momentum, nesterov   for sgd; 0.9 if not given.
     schedule       of the learning rates: "cosine" (to 0), "constant" or "step" (times `step_factor`, 0.1 if not given, at
