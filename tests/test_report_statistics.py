@@ -261,6 +261,13 @@ def test_scores_under_corruption_name_their_own_draws_and_severities():
     assert not any("elative mCE" in note for note in made.notes)
 
 
+def test_unfamiliar_inputs_do_not_claim_the_draws_of_the_scores():
+    (record,), _ = simulate(["EMP(K=5)"], [0])
+    made = tables(compare([read_run(record, [], 1)])[0])["ood"]
+    assert [row.detail for row in made.rows] == ["1 seed"]
+    assert made.notes == ("Both kinds of input by as many draws, 20 at most.",)
+
+
 def test_tables_without_content_are_not_there():
     record = {"schema": 1, "name": "a", "task": "regression", "method": "EMP", "data": "d", "metrics": {}}
     assert tables(compare([read_run(record, [], 1)])[0]) == {}

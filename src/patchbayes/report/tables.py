@@ -213,7 +213,9 @@ def out_of_distribution(comparison: Comparison) -> Table | None:
             cells.append(
                 _cells(what, [group.estimate(_ood_value(data, score, attribute)) for group in comparison.groups])
             )
-    return Table(f"Unfamiliar inputs against {comparison.title}", "Method", tuple(columns), _rows(comparison, cells))
+    rows = tuple(replace(row, detail=row.detail.partition(",")[0]) for row in _rows(comparison, cells))
+    notes = ("Both kinds of input by as many draws, 20 at most.",)
+    return Table(f"Unfamiliar inputs against {comparison.title}", "Method", tuple(columns), rows, notes)
 
 
 def _ood_value(data: str, score: str, attribute: str) -> Callable[[Run], float | None]:
