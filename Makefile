@@ -24,6 +24,7 @@ lint: $(VENV)/installed
 bench: $(VENV)/installed $(VENV)/bench
 	$(BIN)/python benchmarks/training_overhead.py
 	$(BIN)/python benchmarks/import_time.py
+	$(BIN)/python benchmarks/load_digests.py
 	$(BIN)/python benchmarks/prediction.py
 	$(BIN)/python benchmarks/prediction.py --early-stopping
 

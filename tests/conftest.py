@@ -26,3 +26,12 @@ def data_dir() -> Path:
     if not folder or not Path(folder).is_dir():
         pytest.skip("PATCHBAYES_DATA does not name a folder with the data sets")
     return Path(folder)
+
+
+@pytest.fixture(autouse=True)
+def _gradients_stay_on():
+    """What a test runs leaves gradients on, as it found them."""
+    yield
+    left_on = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    torch.set_grad_enabled(True)
+    assert left_on

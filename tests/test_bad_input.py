@@ -43,6 +43,12 @@ def refuses(model: nn.Module, action, *texts: str, kind: type[Exception] = Patch
         assert text in str(error.value)
     assert_same(before, model)
     assert torch.equal(torch.get_rng_state(), state)
+    del error  # and with it what a generator that was left half way still held
+    gc.collect()
+    enabled, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    torch.set_grad_enabled(True)  # whatever was found, for the tests that follow
+    assert enabled
+    assert not inference
 
 
 def test_all_errors_are_patchbayes_errors_and_value_errors():
@@ -70,7 +76,7 @@ NAN, INF = math.nan, math.inf
         (lambda: pb.EMP(2, probabilities=(NAN, 1.0)), ("nan", "sum to 1")),
         (lambda: pb.EMP(3, probabilities=(0.5, 0.5)), ("(0.5, 0.5)", "2 probabilities were given for 3 components")),
         (
-            lambda: pb.Mixture(components=1, zero=True, probabilities=(1.0,)),
+            lambda: pb.posteriors.Mixture(components=1, zero=True, probabilities=(1.0,)),
             ("(1.0,)", "1 probabilities were given for 1 components and the zero component"),
         ),
         (lambda: pb.EMP(2, probabilities=0.5), ("probabilities=0.5", "a probability for each component")),
@@ -78,14 +84,14 @@ NAN, INF = math.nan, math.inf
         (lambda: pb.EMP(2, sigma=NAN), ("sigma=nan", "finite")),
         (lambda: pb.EMP(2, sigma=INF), ("sigma=inf", "finite")),
         (lambda: pb.EMP(2, sigma="0.1"), ("sigma='0.1'", "finite")),
-        (lambda: pb.Shared(-1.0), ("sigma=-1.0", "at least 0")),
+        (lambda: pb.posteriors.GaussianNoise(-1.0), ("sigma=-1.0", "at least 0")),
         (lambda: pb.EMP(2, jitter=-1.0), ("jitter=-1.0", "at least 0")),
         (lambda: pb.EMP(2, jitter=NAN), ("jitter=nan", "finite")),
         (lambda: pb.EMP(2, norm_scale=INF), ("norm_scale=inf", "finite")),
         (lambda: pb.EMP(2, init="random"), ("init='random'", '"copies" or "independent"')),
-        (lambda: pb.Mixture(tie="layer"), ("tie='layer'", '"network", "site", "unit" or "element"')),
+        (lambda: pb.posteriors.Mixture(tie="layer"), ("tie='layer'", '"network", "site", "unit" or "element"')),
         (lambda: pb.EMP(2, statistics="both"), ("statistics='both'", '"shared" or "per_component"')),
-        (lambda: pb.Ensemble(2, per_example=True), ("per_example=True", 'tie="network"')),
+        (lambda: pb.posteriors.Mixture(2, tie="network", per_example=True), ("per_example=True", 'tie="network"')),
         (lambda: pb.EMP(2, per_example=True, statistics="per_component"), ("per_example=True", "per_component")),
         (lambda: pb.Dropout(1.0), ("rate=1.0", "below 1")),
         (lambda: pb.Dropout(-0.1), ("rate=-0.1", "at least 0")),
@@ -96,8 +102,8 @@ NAN, INF = math.nan, math.inf
         (lambda: pb.MeanField(NAN), ("scale=nan", "finite")),
         (lambda: pb.Prior(tau=0.0), ("tau=0.0", "above 0")),
         (lambda: pb.Prior(rho={"*": -1.0}), ("rho={'*': -1.0}", "above 0")),
-        (lambda: pb.Gaussian(-1.0), ("precision=-1.0", "above 0")),
-        (lambda: pb.Lambdas(shared_biases=-1.0), ("shared_biases=-1.0", "at least 0")),
+        (lambda: pb.likelihoods.Gaussian(-1.0), ("precision=-1.0", "above 0")),
+        (lambda: pb.objective.Lambdas(shared_biases=-1.0), ("shared_biases=-1.0", "at least 0")),
     ],
 )
 def test_a_method_or_prior_that_cannot_be(make, texts):
@@ -146,17 +152,17 @@ def test_normalized_probabilities_are_accepted(weights):
         ),
         (lambda m: pb.patch_(m, pb.EMP(2), tied="loosely"), ("tied='loosely'", '"together" or "separate"')),
         (
-            lambda m: pb.patch_(m, pb.ECMP(2, statistics="per_component")),
+            lambda m: pb.patch_(m, pb.posteriors.Mixture(2, tie="element", statistics="per_component")),
             ('patch_ at "1"', 'tie="element"', 'tie="site"'),
         ),
         (lambda m: pb.patch_(m, pb.EMP(2, per_example=True)), ('patch_ at "3"', "Linear", 'sites="norm"')),
         (lambda m: pb.unpatch_(m), ("not a patched network", "patch_")),
-        (lambda m: pb.predict(m, X), ("Sequential is not a patched network", "patch_")),
+        (lambda m: pb.predict(m, X, dropout=True), ("expected Sequential to have nn.Dropout", "got 0 layers")),
         (lambda m: pb.kl(m), ("not a patched network",)),
         (lambda m: pb.Draws.sample(m, 3), ("not a patched network",)),
         (lambda m: pb.forward_draws(m, X), ("not a patched network",)),
         (lambda m: pb.Predictor(m), ("not a patched network",)),
-        (lambda m: pb.drawn(m).__enter__(), ("not a patched network",)),
+        (lambda m: pb.use_draw(m).__enter__(), ("not a patched network",)),
     ],
 )
 def test_an_ordinary_network_is_left_as_it_was(action, texts):
@@ -265,7 +271,7 @@ def with_nan() -> torch.Tensor:
         (lambda m: pb.predict(m, X, -5), ("draws=-5", "at least 1")),
         (lambda m: pb.predict(m, X, True), ("draws=True", "integer")),
         (lambda m: pb.predict(m, X, 2.5), ("draws=2.5", "integer")),
-        (lambda m: pb.predict(m, X, "many"), ("draws='many'", "integer")),
+        (lambda m: pb.predict(m, X, "many"), ("draws='many'", "expected a number")),
         (lambda m: pb.predict(m, X, other_draws()), ("another network", "2 draw groups", "Draws.sample(model, ...)")),
         (lambda m: pb.predict(m, X, pb.Draws.sample(m, 3)[:0]), ("hold no draw",)),
         (
@@ -274,21 +280,21 @@ def with_nan() -> torch.Tensor:
         ),
         (lambda m: pb.predict(m, X, likelihood="softmax"), ("likelihood='softmax'", "Categorical()")),
         (
-            lambda m: pb.predict(m, X, output=lambda y: y.unsqueeze(0), likelihood=pb.Gaussian()),
+            lambda m: pb.predict(m, X, output=lambda y: y.unsqueeze(0), likelihood=pb.likelihoods.Gaussian()),
             ("(1, 8, 2)", "output="),
         ),
         (lambda m: pb.Predictor(m, 0), ("draws=0", "at least 1")),
         (lambda m: pb.Predictor(m, other_draws()), ("another network",)),
         (lambda m: pb.Draws.sample(m, 0), ("draws=0", "at least 1")),
-        (lambda m: pb.Draws.stratify(m, 0), ("draws=0", "at least 1")),
+        (lambda m: pb.Draws.stratified(m, 0), ("draws=0", "at least 1")),
         (lambda m: pb.Draws.enumerate(m, limit=8), ("9 outcomes", "limit=8", "Draws.sample")),
         (lambda m: pb.forward_draws(m, X, 0), ("draws=0", "at least 1")),
         (lambda m: pb.forward_draws(m, X, other_draws()), ("another network",)),
-        (lambda m: pb.drawn(m, pb.Draws.sample(m, 2)).__enter__(), ("2 were given", "draws[i]")),
-        (lambda m: pb.drawn(m, other_draws(1)).__enter__(), ("another network",)),
+        (lambda m: pb.use_draw(m, pb.Draws.sample(m, 2)).__enter__(), ("got 2", "draws[i]")),
+        (lambda m: pb.use_draw(m, other_draws(1)).__enter__(), ("another network",)),
         (lambda m: pb.kl(m, entropy="middle"), ("entropy='middle'", '"lower" or "upper"')),
         (lambda m: pb.kl(m, entropy="lower"), ("sigma is 0", "entropy=None")),
-        (lambda m: pb.maximize_prior_(m), ("fixed precisions", "LearnedPrior(model)")),
+        (lambda m: pb.objective.maximize_prior_(m), ("fixed precisions", "LearnedPrior(model)")),
     ],
 )
 def test_a_patched_network_is_left_as_it_was(action, texts):
@@ -308,20 +314,30 @@ def test_a_network_that_fails_during_prediction_comes_back_as_it_was():
     assert_same(before, model)
 
 
-def test_draws_of_a_network_with_other_sites_components_or_probabilities_do_not_fit():
+def test_an_ordinary_network_predicts_with_one_exact_pass_and_stays_as_it_was():
+    model = network()
+    before = snapshot(model)
+    prediction = pb.predict(model, X)
+    assert_same(before, model)
+    with torch.no_grad():
+        torch.testing.assert_close(prediction.probs, model.eval()(X).softmax(-1))
+    assert prediction.num_draws == 1
+    assert not prediction.standard_error.any()
+
+
+def test_draws_of_a_network_with_other_sites_components_or_noise_do_not_fit():
     model = patched(pb.EMP(3))
     for method, sites in (
         (pb.EMP(2), "norm+output"),
         (pb.ECMP(3), "norm+output"),
         (pb.EMP(3), "norm"),
-        (pb.EMP(3, probabilities=(0.5, 0.3, 0.2)), "norm+output"),
         (pb.EMP(3, sigma=0.1), "norm+output"),
     ):
         other = network()
         pb.patch_(other, method, sites)
         refuses(model, lambda m, other=other: pb.predict(m, X, pb.Draws.sample(other, 2)), "another", kind=WrongDraws)
-    same = patched(pb.EMP(3, jitter=0.7))
-    assert pb.predict(model, X, pb.Draws.sample(same, 2)).num_draws == 2
+    for same in (patched(pb.EMP(3, jitter=0.7)), patched(pb.EMP(3, probabilities=(0.5, 0.3, 0.2)))):
+        assert pb.predict(model, X, pb.Draws.sample(same, 2)).num_draws == 2
 
 
 def test_targets_of_the_wrong_shape_or_kind():

@@ -38,7 +38,7 @@ def run(tmp_path, *words):
 def plan(num_draws, *stages):
     """A fake: (distinct, flops) of each stage."""
     names = [StagePlan(("site",) * number, 1, distinct, flops) for number, (distinct, flops) in enumerate(stages)]
-    return Plan(num_draws, "iid", False, engine="stages", networks=num_draws, stages=names)
+    return Plan(num_draws, "iid", False, engine="graph", networks=num_draws, stages=names)
 
 
 def test_part_of_the_draws_is_scaled_by_arithmetic_not_by_draws():
@@ -61,12 +61,10 @@ def test_the_plan_of_a_prediction_comes_without_the_prediction():
     subject = subjects.Subject.make("mlp", "norm+output", "emp", 3)
     draws = pb.Draws.sample(subject.model, 40)
     for asked in (draws, 40, 1000):
-        mine, real = timing.plan_of(subject.model, subject.x, asked), pb.predict(subject.model, subject.x, asked).plan
-        rest = {
-            "chunk": 1,
-            "folded": 0,
-            "evaluated": [],
-        }  # chunks depend on the memory that is free, the others come later
+        mine = timing.plan_of(subject.model, subject.x, asked)
+        real = pb.predict(subject.model, subject.x, asked, engine="graph").plan
+        # chunks depend on the memory that is free, the first call captures, the rest comes later
+        rest = {"chunk": 1, "evaluated": [], "capture_seconds": None}
         assert replace(mine, **rest) == replace(real, **rest)
     whole = timing.part_of(subject.model, subject.x, draws, 40)
     assert (whole.num_timed, whole.factor) == (40, 1)
@@ -170,16 +168,20 @@ def test_early_stopping_says_what_data_it_lacks(tmp_path, monkeypatch):
 def test_early_stopping_saves_draws_on_real_images(data_dir, tmp_path, monkeypatch):
     benchmark = import_module("prediction")
     measure = benchmark.measure_early_stopping
-    loose = measure(data_dir, num_images=4, num_draws=60, tolerance=0.05, rounds=2)
+    monkeypatch.setattr(benchmark, "MOST_DRAWS", 60)
+    monkeypatch.setattr(sys.modules["patchbayes.prediction.predict"], "MOST_DRAWS", 60)
+    loose = measure(data_dir, num_images=4, tolerance=0.05, rounds=2)
     assert (loose["inputs"], loose["draws"], loose["rounds"], loose["tolerance"]) == (4, 60, 2, 0.05)
     assert 0 < loose["draws_used"] < 60
     assert loose["inputs_with_all_draws"] < 4
     assert loose["ratio"] > 0
     assert 0 < loose["largest_change_of_top"] < 0.25
-    strict = measure(data_dir, num_images=2, num_draws=10, tolerance=1e-6, rounds=2)
+    monkeypatch.setattr(benchmark, "MOST_DRAWS", 10)
+    monkeypatch.setattr(sys.modules["patchbayes.prediction.predict"], "MOST_DRAWS", 10)
+    strict = measure(data_dir, num_images=2, tolerance=1e-6, rounds=2)
     assert (strict["draws_used"], strict["inputs_with_all_draws"]) == (10, 2)
     assert strict["draws_used_quartiles"] == [10, 10]
-    monkeypatch.setattr(benchmark, "measure_early_stopping", lambda folder: strict)  # the whole takes minutes
+    monkeypatch.setattr(benchmark, "measure_early_stopping", lambda *_, **__: strict)  # the whole takes minutes
     record = run(tmp_path, "--early-stopping", "--data-dir", str(data_dir))
     assert record["benchmark"] == "early_stopping"
     text = "<!-- table: early_stopping -->\n<!-- end table -->"
@@ -212,6 +214,18 @@ def test_rivals_run(name, module):
     assert torch.equal(state, torch.random.get_rng_state())
     assert not torch.equal(first, rival.predict(2))
     assert rival.contender(200, 10).factor == (1 if module == "laplace" else 20)
+
+
+def test_what_digests_cost_is_measured_and_told(tmp_path):
+    words = ["--model", "mlp:64", "--seconds", "0.01", "--results", str(tmp_path)]
+    import_module("load_digests").main(words)
+    small = json.loads((tmp_path / "load_digests.json").read_text())
+    assert small["rounds"] >= 3
+    assert small["share_of_loading"] < 1
+    record = json.loads((FOLDER.parent / "results" / "load_digests.json").read_text())
+    assert record["share_of_loading"] < 0.1
+    told = f"takes {100 * record['share_of_loading']:.1f} % of the time of loading"
+    assert told in " ".join((FOLDER.parent / "SECURITY.md").read_text().split())
 
 
 def test_a_rival_that_fails_says_why(monkeypatch):

@@ -8,8 +8,7 @@ import shutil
 
 import pytest
 
-from patchbayes.report import write_report
-from test_report_records import simulate, simulate_regression
+from simulated_records import simulate, simulate_regression, write_report
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
 

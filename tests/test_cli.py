@@ -1,6 +1,8 @@
 """The console command as a whole: help, exit codes, errors, JSON, completion; and `params`, which trains nothing."""
 
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -46,7 +48,18 @@ def test_help_of_the_whole_says_in_full_what_each_command_does():
         assert line.split(maxsplit=1)[1] == COMMANDS[name].__doc__.splitlines()[0]  # not cut off by dots
     assert "--install-completion" in out
     assert "--show-completion" in out
-    assert command("", code=2).err == out  # nothing given: help, but not success
+
+
+def test_nothing_given_shows_three_things_to_do_but_is_no_success():
+    found = command("", code=2)
+    assert found.out == ""
+    assert max(map(len, found.err.splitlines())) <= 100
+    said = re.findall(r"^    patchbayes (\w+)", found.err, re.MULTILINE)
+    assert said == ["demo", "bayesianize", "train", "evaluate", "report"]
+    lines = found.err.replace("\\\n", "").splitlines()
+    for line in (shlex.split(line) for line in lines if line.startswith("    patchbayes")):
+        options = [word for word in line if word.startswith("--")]
+        assert all(option in command(f"{line[1]} --help").out for option in options)
 
 
 def test_version():
@@ -164,7 +177,10 @@ def test_params_counts_what_patching_would_make(model, shape, sites, components)
 def test_params_shows_a_table_with_the_same_numbers():
     out = command("params small_cnn --outputs 10 --input 1,8,8 --sites norm+output -K 5").out
     report = patched_report("small_cnn", 10, (1, 8, 8), EMP(5), "norm+output")
-    first, _, row = out.splitlines()
+    first, _, row, *why = out.splitlines()
+    assert max(map(len, out.splitlines())) <= 100
+    share = (report.parameters_after / report.parameters_before - 1) / 4
+    assert f"norm+output {100 * share:.3g} %" in " ".join(why)
     assert first == f"small_cnn: {report.parameters_before:,} parameters (24.6 kB)"
     assert row.split() == [
         "norm+output",

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import patchbayes as pb
-from patchbayes.draws import network_of
+from patchbayes.patching.network import network_of
 
 X = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
 
@@ -31,7 +31,7 @@ METHODS = {
     "p": pb.ECMP(3, probabilities=(0.5, 0.25, 0.25)),
     "sigma": pb.EMP(3, sigma=0.1),
     "DropConnect": pb.DropConnect(0.3),
-    "units": pb.Mixture(components=2, tie="unit", zero=True),
+    "units": pb.posteriors.Mixture(components=2, tie="unit", zero=True),
     "Ensemble": pb.Ensemble(3),
     "statistics": pb.EMP(3, statistics="per_component"),
     "Dropout": pb.Dropout(0.3),
@@ -99,7 +99,7 @@ def test_a_compiled_network_takes_a_held_draw_and_is_not_compiled_again_for_each
     compiled = torch.compile(model, fullgraph=True, backend=counter)
     draws = pb.Draws.sample(model, 6)
     for draw in draws:
-        with pb.drawn(model, draw), pb.drawn(eager, draw):
+        with pb.use_draw(model, draw), pb.use_draw(eager, draw):
             torch.testing.assert_close(compiled(X), eager(X), rtol=1e-5, atol=1e-5)
     assert counter.frame_count <= 2
     compiled(X), eager(X)
@@ -121,9 +121,51 @@ def test_prediction_through_a_compiled_network_equals_eager_prediction():
     draws = pb.Draws.sample(model, 5)
     prediction = pb.predict(compiled, X, draws)
     torch.testing.assert_close(prediction.probs, pb.predict(eager, X, draws).probs)
-    assert "is compiled" in prediction.plan.fallback
+    assert prediction.plan.engine == "loop"
+    assert prediction.plan.fallback == "the network is compiled"
     assert pb.is_patched(compiled)
     torch.testing.assert_close(pb.kl(compiled), pb.kl(eager))
+
+
+@pytest.mark.parametrize(
+    "method", [pb.EMP(3, jitter=1.0, learn_probabilities=True), pb.Ensemble(3, learn_probabilities=True)]
+)
+def test_compiled_draws_follow_probabilities_that_change(method):
+    model, eager = pair(method)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compare(compiled, model, eager)
+    for network in (model, eager):
+        for site in pb.patched_sites(network).values():
+            site.posterior.set_probabilities_(torch.tensor([0.1, 0.8, 0.1]))
+    compare(compiled, model, eager, steps=24)
+    pb.unpatch_(eager, keep=1)
+    model.zero_grad()
+    with torch.no_grad():
+        same = [torch.allclose(compiled(X), eager(X), atol=1e-5) for _ in range(20)]
+    assert sum(same) > 5  # with the first probabilities one in 81
+
+
+def test_compiled_draws_follow_fixed_probabilities_that_are_set_anew():
+    model, _ = pair(pb.EMP(2, jitter=1.0, probabilities=(0.5, 0.5)))
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compiled(X)
+    for site in pb.patched_sites(model).values():
+        site.posterior.set_probabilities_(torch.tensor([0.0, 1.0]))
+    second = copy.deepcopy(model)
+    pb.unpatch_(second, keep=1)
+    for _ in range(6):
+        torch.testing.assert_close(compiled(X), second(X), rtol=1e-5, atol=1e-5)
+
+
+def test_a_part_that_is_compiled_by_itself_takes_the_draw_of_the_network():
+    model, eager = pair(pb.EMP(5, jitter=1.0))
+    model[5].compile(backend="aot_eager")
+    for _ in range(6):
+        torch.testing.assert_close(model(X), eager(X), rtol=1e-5, atol=1e-5)
+    draws = pb.Draws.sample(eager, 4)
+    torch.testing.assert_close(
+        pb.forward_draws(model, X, draws), pb.forward_draws(eager, X, draws), rtol=1e-5, atol=1e-5
+    )
 
 
 class Twice(nn.Module):
@@ -136,9 +178,12 @@ def test_a_layer_that_is_compiled_stays_compiled():
     model.append(Twice()), eager.append(Twice())
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     model[-1].compile(fullgraph=True, backend=counter)
+    model.eval(), eager.eval()  # in training mode a copy in evaluation mode would answer, which torch does not compile
     draws = pb.Draws.sample(eager, 5)
     for _ in range(2):
-        torch.testing.assert_close(pb.predict(model, X, draws).probs, pb.predict(eager, X, draws).probs)
+        prediction = pb.predict(model, X, draws)
+        torch.testing.assert_close(prediction.probs, pb.predict(eager, X, draws).probs)
+        assert prediction.plan.fallback == f'"{len(model) - 1}" is compiled'
     assert counter.frame_count == 1
 
 

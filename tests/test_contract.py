@@ -18,6 +18,7 @@ PROMISES = [
     "a training step reaches every site",
     "state dicts go round",
     "a deepcopy draws for itself and alike",
+    "eval mode is the mean network, deterministically",
     "a saved patch loads onto the ordinary network",
     "prediction does not depend on the batch an input came in",
     "prediction leaves modes and buffers alone",
@@ -88,7 +89,7 @@ class LeakyLinear(nn.Linear):
     cached = None
 
     def forward(self, x):
-        drawn = nn.utils.parametrize.is_parametrized(self)
+        drawn = "patchbayes" in self._modules
         if drawn and self.cached is None:
             self.cached = self.weight.detach().clone()
         return nn.functional.linear(x, self.weight if drawn or self.cached is None else self.cached)
@@ -179,9 +180,10 @@ BROKEN = [
     (5, CachesWeights),
     (6, ForgetsKeys),
     (7, CopiesByRebuilding),
-    (8, CopiesDiffer),
-    (9, CentersTheBatch),
-    (10, CountsInAParameter),
+    (8, LooksAtParameters),
+    (9, CopiesDiffer),
+    (10, CentersTheBatch),
+    (11, CountsInAParameter),
 ]
 
 
@@ -341,8 +343,8 @@ def test_what_could_not_be_tried_is_said():
 
 def test_the_report_is_a_table_with_the_reason_of_a_failure(x):
     text = str(pb.check_patchable(Net(), x))
-    assert text.startswith("Net: 11 of 11 promises hold\n")
-    assert text.count("\n  ok    ") == 11
+    assert text.startswith("Net: 12 of 12 promises hold\n")
+    assert text.count("\n  ok    ") == 12
     text = str(pb.check_patchable(Crashes(), x))
     assert text.startswith("Crashes: 0 of 1 promises hold\n")
     assert "RuntimeError: shapes do not fit" in text

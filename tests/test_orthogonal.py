@@ -24,7 +24,7 @@ def network(num_norms, components=3, width=4, **options):
 )
 @pytest.mark.parametrize("seed", [0, 1])
 def test_every_pair_of_components_comes_equally_often_in_every_pair_of_sites(components, sites, length, seed):
-    draws = pb.Draws.orthogonalize(network(sites, components), 3 * length, torch.Generator().manual_seed(seed))
+    draws = pb.Draws.orthogonal(network(sites, components), 3 * length, torch.Generator().manual_seed(seed))
     assert draws.block_length == length
     rows = draws.assignments()
     for block in rows.split(length):
@@ -37,7 +37,7 @@ def test_every_pair_of_components_comes_equally_often_in_every_pair_of_sites(com
 
 def test_a_block_over_two_sites_is_the_exact_predictive():
     model, x = network(2), torch.randn(5, 3, dtype=torch.float64)
-    block = pb.predict(model, x, pb.Draws.orthogonalize(model, 9))
+    block = pb.predict(model, x, pb.Draws.orthogonal(model, 9))
     torch.testing.assert_close(block.probs, pb.predict(model, x, "exact").probs, rtol=1e-12, atol=1e-14)
 
 
@@ -45,7 +45,7 @@ def test_every_draw_of_a_block_is_uniform_over_seeds():
     """The first draws of 4,000 blocks: each site's component, and each pair of sites, with a chi-square at 1e-6."""
     model = network(4)
     rows = torch.cat(
-        [pb.Draws.orthogonalize(model, 2, torch.Generator().manual_seed(s)).assignments() for s in range(4000)]
+        [pb.Draws.orthogonal(model, 2, torch.Generator().manual_seed(s)).assignments() for s in range(4000)]
     )
     for position in (0, 1):
         chosen = rows[position::2]
@@ -69,14 +69,15 @@ def test_pairs_lower_the_error_of_the_predictive():
         seeds = (torch.Generator().manual_seed(seed) for seed in range(30))
         return sum(float((pb.predict(model, x, make(model, 9, g)).probs - exact).square().mean()) for g in seeds)
 
-    iid, stratified, orthogonal = error(pb.Draws.sample), error(pb.Draws.stratify), error(pb.Draws.orthogonalize)
+    iid, stratified, orthogonal = error(pb.Draws.sample), error(pb.Draws.stratified), error(pb.Draws.orthogonal)
     assert orthogonal < stratified < iid
 
 
 def test_balanced_sampling_takes_orthogonal_blocks_where_two_fit():
     model, x = network(4), torch.randn(2, 3, dtype=torch.float64)  # 81 networks, blocks of 9
     assert pb.predict(model, x, 18).draws.schemes == {"orthogonal"}
-    assert pb.predict(model, x, 18).standard_error_kind == "independent blocks"
+    assert pb.predict(model, x, 18).standard_error_kind == "upper estimate"  # two blocks do not tell their spread
+    assert pb.predict(model, x, 27).standard_error_kind == "independent blocks"
     assert pb.predict(model, x, 17).draws.schemes == {"stratified"}
     assert pb.predict(model, x, 12, sampling="orthogonal").draws.schemes == {"orthogonal"}
     assert pb.predict(model, x, 18, sampling="stratified").draws.schemes == {"stratified"}
@@ -84,7 +85,7 @@ def test_balanced_sampling_takes_orthogonal_blocks_where_two_fit():
 
 def test_heads_slices_and_files_keep_orthogonal_draws(tmp_path):
     model = network(3)
-    draws = pb.Draws.orthogonalize(model, 27).with_heads("1", 3)
+    draws = pb.Draws.orthogonal(model, 27).with_heads("1", 3)
     draws.save(tmp_path / "draws.json")
     loaded = pb.Draws.load(tmp_path / "draws.json", model)
     assert torch.equal(loaded.assignments(), draws.assignments())
@@ -103,6 +104,6 @@ def test_heads_slices_and_files_keep_orthogonal_draws(tmp_path):
     ids=["K not prime", "unequal p", "noise", "four outcomes"],
 )
 def test_where_there_is_no_array_it_says_so_and_balanced_draws_are_stratified(model):
-    with pytest.raises(PatchbayesError, match=r"Draws\.stratify"):
-        pb.Draws.orthogonalize(model, 20)
+    with pytest.raises(PatchbayesError, match=r"Draws\.stratified"):
+        pb.Draws.orthogonal(model, 20)
     assert pb.predict(model, torch.randn(2, 3, dtype=torch.float64), 8).draws.schemes <= {"stratified", "enumerated"}

@@ -1,19 +1,17 @@
-"""patch_ and unpatch_: what is reported, what is stored, what a layer computes with, and that all can be undone."""
+"""patch_: what is reported, what is stored, what a layer computes with, and which sites share a draw."""
 
 import copy
 import math
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import patchbayes as pb
-from patchbayes.draws import network_of
-from patchbayes.errors import NothingToPatch, NotPatched, PatchbayesError, WrongDraws
-from patchbayes.layout import Drawn
-from patchbayes.nets import mlp, pyramidnet, resnet18
-from patchbayes.network import hold
-from patchbayes.schemes import assign
+from patchbayes.errors import NothingToPatch, PatchbayesError, WrongDraws
+from patchbayes.nets import pyramidnet, resnet18
+from patchbayes.patching.network import network_of
+from stored import components, gradient
 from zoo import ZOO, TiedLanguageModel, UsesOneLayerTwice, assert_same, snapshot
 
 
@@ -22,10 +20,6 @@ def small_net() -> nn.Sequential:
 
 
 X = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
-
-
-def components(model: nn.Module, site: str, name: str = "weight") -> Tensor:
-    return pb.patched_sites(model)[site].components(name)
 
 
 # ---- the report
@@ -120,7 +114,8 @@ def test_stored_parameters_have_a_component_axis_and_keep_the_parameter_object()
     pb.patch_(model, pb.ECMP(3))
     assert {id(p) for p in model.parameters()} == parameters
     assert components(model, "3").shape == (3, 2, 4)
-    assert isinstance(components(model, "3"), nn.Parameter)
+    assert isinstance(model[3].patchbayes.components["weight"], nn.Parameter)
+    assert model[1].patchbayes.components["weight"].shape == (3 * 4,)  # vectors lie flat
     assert torch.equal(components(model, "3")[0], value)
     assert not torch.equal(components(model, "3")[1], value)
     assert model[3].weight.shape == value.shape
@@ -169,8 +164,8 @@ def test_frozen_parameters_stay_frozen_and_unmoved():
     assert set(frozen) == {
         "trunk.0.weight",
         "trunk.0.bias",
-        "trunk.1.parametrizations.weight.original",
-        "trunk.1.parametrizations.bias.original",
+        "trunk.1.patchbayes.components.weight",
+        "trunk.1.patchbayes.components.bias",
     }
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for _ in range(3):
@@ -270,16 +265,22 @@ def test_tied_parameters_are_patched_together_with_one_draw():
     report = pb.patch_(model, pb.ECMP(3), "output")
     assert '"decoder" shares a parameter with "embedding.weight": patched together, one draw for both' in report.notes
     assert report.parameters_after - report.parameters_before == 2 * (66 + 11)
-    with pb.drawn(model):
+    with pb.use_draw(model):
         assert torch.equal(model.embedding.weight, model.decoder.weight)
     model(TOKENS)
     assert torch.equal(model.embedding.weight, model.decoder.weight)
     assert model.embedding.weight.shape == (11, 6)
     model(TOKENS).square().sum().backward()
-    stored = components(model, "decoder")
     alone = copy.deepcopy(model)
-    assert stored.grad is not None
-    assert alone.embedding.parametrizations.weight.original is alone.decoder.parametrizations.weight.original
+    assert gradient(model, "decoder").shape == (3, 11, 6)
+    assert "weight" not in model.embedding._parameters  # both read what the decoder's posterior holds
+    with pb.use_draw(alone):
+        assert torch.equal(alone.embedding.weight, alone.decoder.weight)
+        assert not torch.equal(alone.embedding.weight, model.embedding.weight)
+    with torch.no_grad():
+        alone.decoder.patchbayes.components.weight.zero_()
+    assert not alone.embedding.weight.any()
+    assert model.embedding.weight.any()
 
 
 def test_tied_parameters_selected_twice_are_patched_once():
@@ -298,7 +299,7 @@ def test_tied_separate_unties_the_site_and_leaves_the_other_alone():
     assert torch.equal(components(model, "decoder")[0], old)
     model(TOKENS).square().sum().backward()
     assert old.grad is not None
-    assert components(model, "decoder").grad.shape == (3, 11, 6)
+    assert gradient(model, "decoder").shape == (3, 11, 6)
 
 
 @pytest.mark.parametrize("sites", ["embedding", "output", "all"])
@@ -311,329 +312,25 @@ def test_tied_parameters_are_tied_again_after_unpatching(sites):
     assert model.decoder.weight is model.embedding.weight
 
 
-# ---- batch-norm statistics
-
-
-def batches(number: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    return [torch.randn(8, 3, generator=generator) + i for i in range(number)]
-
-
-@pytest.mark.parametrize("momentum", [0.1, None])
-def test_shared_statistics_are_those_of_one_batch_norm(momentum):
-    model = nn.Sequential(nn.BatchNorm1d(3, momentum=momentum))
-    plain = copy.deepcopy(model)
-    pb.patch_(model, pb.EMP(3), "norm")
-    for x in batches(6):
-        model(x), plain(x)
-    assert torch.equal(model[0].running_mean, plain[0].running_mean)
-    assert torch.equal(model[0].running_var, plain[0].running_var)
-    assert model[0].num_batches_tracked == 6
-    assert not hasattr(model[0], "component_running_mean")
-
-
-@pytest.mark.parametrize("momentum", [0.1, None])
-@pytest.mark.parametrize("method", [pb.EMP, pb.Ensemble], ids=["EMP", "Ensemble"])
-def test_statistics_per_component_are_those_of_one_batch_norm_each(method, momentum):
-    model = nn.Sequential(nn.BatchNorm1d(3, momentum=momentum))
-    pb.patch_(model, method(3, statistics="per_component", init="copies"), "norm")
-    site = pb.patched_sites(model)["0"]
-    plain = []
-    for k in range(3):
-        norm = nn.BatchNorm1d(3, momentum=momentum)
-        norm.load_state_dict({name: site.components(name)[k] for name in ("weight", "bias")}, strict=False)
-        plain.append(norm)
-    draws = pb.Draws.stratify(model, 12)
-    used = draws.assignments()[:, 0].tolist()
-    assert set(used) == {0, 1, 2}
-    for number, x in enumerate(batches(12)):
-        with pb.drawn(model, draws[number]):
-            assert torch.equal(model(x), plain[used[number]](x))
-    for name in ("running_mean", "running_var", "num_batches_tracked"):
-        expected = torch.stack([getattr(norm, name) for norm in plain])
-        assert torch.equal(getattr(model[0], f"component_{name}"), expected)
-    model.eval()
-    before = snapshot(model)["state"]
-    for number, x in enumerate(batches(12)):
-        with pb.drawn(model, draws[number]):
-            assert torch.equal(model(x), plain[used[number]].eval()(x))
-    for key, value in before:
-        if "component_" in key:
-            assert torch.equal(model.state_dict()[key], value)
-
-
-@pytest.mark.parametrize(
-    "method",
-    [
-        pb.EMP(1, statistics="per_component"),
-        pb.Ensemble(1),
-        pb.EMP(1, sigma=0.1, statistics="per_component"),
-        pb.Mixture(components=2, zero=True, statistics="per_component"),
-    ],
-    ids=["EMP(1)", "Ensemble(1)", "sigma", "zero"],
-)
-def test_statistics_per_component_with_one_component_or_a_zero_one(method):
-    model = nn.Sequential(nn.BatchNorm1d(3), nn.LayerNorm(3))
-    pb.patch_(model, {"0": method, "1": pb.EMP(4)})
-    for x in batches(40):
-        model(x)
-    counted = model[0].component_num_batches_tracked
-    assert counted.sum() == 40
-    assert (counted > 0).all()
-    pb.unpatch_(model, pb.Draws.sample(model, 1))
-    assert "component_running_mean" not in model.state_dict()
-
-
-def test_norms_without_running_statistics_are_left_alone():
-    model = nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False), nn.LayerNorm(3))
-    pb.patch_(model, pb.EMP(3, statistics="per_component"), "norm")
-    model(X)
-    assert not [key for key in model.state_dict() if "component_" in key]
-
-
-# ---- a draw for each example
-
-NORMS = {
-    "BatchNorm1d": (nn.BatchNorm1d(4), (6, 4)),
-    "BatchNorm1d over time": (nn.BatchNorm1d(4), (6, 4, 3)),
-    "BatchNorm2d": (nn.BatchNorm2d(4), (6, 4, 3, 2)),
-    "BatchNorm3d": (nn.BatchNorm3d(4), (6, 4, 2, 2, 2)),
-    "LayerNorm": (nn.LayerNorm(4), (6, 4)),
-    "LayerNorm over time": (nn.LayerNorm(4), (6, 5, 4)),
-    "LayerNorm of two axes": (nn.LayerNorm((3, 4)), (6, 2, 3, 4)),
-    "LayerNorm without bias": (nn.LayerNorm(4, bias=False), (6, 4)),
-    "GroupNorm": (nn.GroupNorm(2, 4), (6, 4, 3, 3)),
-    "InstanceNorm1d": (nn.InstanceNorm1d(4, affine=True), (6, 4, 5)),
-    "InstanceNorm2d": (nn.InstanceNorm2d(4, affine=True), (6, 4, 3, 3)),
-    "InstanceNorm3d": (nn.InstanceNorm3d(4, affine=True), (6, 4, 2, 2, 2)),
-    "RMSNorm": (nn.RMSNorm(4), (6, 5, 4)),
-}
-
-
-@pytest.mark.parametrize("method", [pb.EMP, pb.ECMP], ids=["EMP", "ECMP"])
-@pytest.mark.parametrize("norm", NORMS)
-def test_a_draw_for_each_example_equals_a_loop_over_examples(norm, method, generator):
-    module, shape = NORMS[norm]
-    model = nn.Sequential(copy.deepcopy(module)).double()
-    pb.patch_(model, method(3, per_example=True, jitter=0.5), "norm")
-    x = torch.randn(shape, generator=generator, dtype=torch.float64)
-    weights = torch.randn(shape, generator=generator, dtype=torch.float64)
-    output = model(x)
-    gradients = torch.autograd.grad((output * weights).sum(), list(model.parameters()))
-
-    network = network_of(model)
-    current = network.current
-    indices = assign(network.layout, current.example_keys(len(x)), 0, network.layout.num_groups)
-    assert len({tuple(row) for row in indices.tolist()}) > 1
-    rows = []
-    for example in range(len(x)):
-        with hold(network, Drawn(current.key, indices[example], explicit=True)):
-            rows.append(model(x)[example])
-    expected = torch.stack(rows)
-    torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
-    again = torch.autograd.grad((expected * weights).sum(), list(model.parameters()))
-    torch.testing.assert_close(gradients, again, rtol=1e-10, atol=1e-10)
-
-
-def test_a_draw_for_each_example_gives_examples_different_components():
-    model = nn.Sequential(nn.LayerNorm(4))
-    pb.patch_(model, pb.EMP(3, per_example=True, jitter=0.5), "norm")
-    row = torch.randn(1, 4, generator=torch.Generator().manual_seed(0))
-    output = model(row.expand(64, 4))
-    per_component = [
-        torch.nn.functional.layer_norm(row, (4,), w, b)[0]
-        for w, b in zip(components(model, "0"), components(model, "0", "bias"), strict=True)
-    ]
-    which = torch.stack([(output - value).abs().amax(-1) < 1e-6 for value in per_component])
-    assert (which.sum(0) == 1).all()
-    assert which.any(1).all()
-    with pb.drawn(model, pb.Draws.sample(model, 1)):
-        assert len({tuple(line) for line in model(row.expand(64, 4)).tolist()}) == 1
-
-
-class FusedActivation(nn.BatchNorm1d):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).relu()
-
-
-class ChannelsFirst(nn.LayerNorm):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.movedim(1, -1)).movedim(-1, 1)
-
-
-@pytest.mark.parametrize(
-    "module", [FusedActivation(3), ChannelsFirst(3), nn.Linear(3, 3)], ids=lambda m: type(m).__name__
-)
-def test_a_draw_for_each_example_is_refused_where_the_affine_is_not_the_last_step(module):
-    model = nn.Sequential(module)
-    before = snapshot(model)
-    with pytest.raises(PatchbayesError, match=r'"0"(.|\n)*per_example=True(.|\n)*per_example=False'):
-        pb.patch_(model, pb.EMP(2, per_example=True), "all")
-    assert_same(before, model)
-
-
-# ---- unpatching
-
-
-@pytest.mark.parametrize(
-    "method",
-    [
-        pb.EMP(3),
-        pb.ECMP(3, init="independent"),
-        pb.Dropout(0.2),
-        pb.MeanField(),
-        pb.DropConnect(0.3),
-        pb.EMP(3, sigma=0.1),
-        pb.Mixture(components=2, tie="unit", zero=True),
-        pb.Ensemble(2),
-    ],
-    ids=lambda m: m.label,
-)
-@pytest.mark.parametrize("name", ZOO)
-def test_patch_then_unpatch_is_bitwise_nothing(name, method):
-    entry = ZOO[name]
-    model = entry.build()
-    before = snapshot(model)
-    inputs = entry.inputs()
-    with torch.no_grad():
-        outputs = entry.logits(copy.deepcopy(model), inputs), entry.logits(copy.deepcopy(model).eval(), inputs)
-    sites = "norm+output" if isinstance(method, pb.Dropout) and name == "lstm" else entry.sites
-    pb.patch_(model, method, sites)
-    pb.unpatch_(model)
-    assert_same(before, model)
-    with torch.no_grad():
-        assert torch.equal(entry.logits(copy.deepcopy(model), inputs), outputs[0])
-        assert torch.equal(entry.logits(model.eval(), inputs), outputs[1])
-
-
-def test_patch_then_unpatch_keeps_the_users_own_hooks():
-    model = small_net()
-    calls = []
-    model[1].register_forward_hook(lambda *_: calls.append("norm"))
-    model.register_forward_pre_hook(lambda *_: calls.append("root"))
-    before = snapshot(model)
-    pb.patch_(model, pb.EMP(3))
-    model(X)
-    assert calls == ["root", "norm"]
-    pb.unpatch_(model)
-    assert_same({**before, "state": snapshot(model)["state"]}, model)
-    model(X)
-    assert calls == ["root", "norm"] * 2
-
-
-def test_a_number_keeps_that_component():
-    model = small_net()
-    pb.patch_(model, pb.EMP(3, statistics="per_component"))
-    for x in batches(9):
-        model(x)
-    wanted = {
-        "weight": components(model, "3")[2].detach().clone(),
-        "mean": model[1].component_running_mean[2].clone(),
-        "count": model[1].component_num_batches_tracked[2].clone(),
-    }
-    pb.unpatch_(model, keep=2)
-    assert torch.equal(model[3].weight, wanted["weight"])
-    assert torch.equal(model[1].running_mean, wanted["mean"])
-    assert torch.equal(model[1].num_batches_tracked, wanted["count"])
-    assert isinstance(model[3].weight, nn.Parameter)
-
-
-def test_the_mean_keeps_the_expectation_under_p():
-    p = (0.5, 0.3, 0.2)
-    model = small_net()
-    pb.patch_(model, pb.EMP(3, probabilities=p, statistics="per_component"))
-    for x in batches(9):
-        model(x)
-
-    def mean(stored: Tensor) -> Tensor:
-        return sum(weight * part.detach().double() for weight, part in zip(p, stored, strict=True)).float()
-
-    weight, running = mean(components(model, "3")), mean(model[1].component_running_mean)
-    pb.unpatch_(model, keep="mean")
-    torch.testing.assert_close(model[3].weight.detach(), weight)
-    torch.testing.assert_close(model[1].running_mean, running)
-
-
-def test_the_mean_counts_the_zero_component():
-    model = nn.Sequential(nn.Linear(3, 2))
-    weight, bias = model[0].weight.detach().clone(), model[0].bias.detach().clone()
-    pb.patch_(model, pb.DropConnect(0.25), "all")
-    pb.unpatch_(model, keep="mean")
-    torch.testing.assert_close(model[0].weight.detach(), 0.75 * weight)
-    assert torch.equal(model[0].bias, bias)
-
-
-@pytest.mark.parametrize(
-    "method",
-    [pb.EMP(3, statistics="per_component"), pb.ECMP(3), pb.MeanField(), pb.ECMP(2, sigma=0.2)],
-    ids=lambda m: m.label,
-)
-def test_a_draw_keeps_the_network_of_that_draw_bit_for_bit(method):
-    model = small_net()
-    pb.patch_(model, method)
-    for x in batches(6):
-        model(x)
-    draws = pb.Draws.sample(model, 5)
-    model.eval()
-    with torch.no_grad(), pb.drawn(model, draws[3]):
-        expected = model(X)
-    pb.unpatch_(model, keep=draws[3])
-    assert torch.equal(model(X), expected)
-
-
-@pytest.mark.parametrize("keep", [3, -1, True, 0.5, "median", None])
-def test_what_cannot_be_kept_is_refused_and_the_network_stays(keep):
-    model = small_net()
-    pb.patch_(model, pb.EMP(3))
-    before = snapshot(model)
-    with pytest.raises(PatchbayesError, match="component"):
-        pb.unpatch_(model, keep=keep)
-    assert_same(before, model)
-
-
-def test_several_draws_or_draws_of_another_network_cannot_be_kept():
-    model, other = small_net(), mlp(3)
-    pb.patch_(model, pb.EMP(3)), pb.patch_(other, pb.ECMP(2))
-    before = snapshot(model)
-    with pytest.raises(PatchbayesError, match=r"one draw can be kept, 2 were given; pass draws\[i\]"):
-        pb.unpatch_(model, pb.Draws.sample(model, 2))
-    with pytest.raises(WrongDraws, match="another network"):
-        pb.unpatch_(model, pb.Draws.sample(other, 1))
-    assert_same(before, model)
-
-
-def test_unpatching_an_ordinary_network_or_a_wrapper_is_an_error():
-    with pytest.raises(NotPatched, match="not a patched network"):
-        pb.unpatch_(small_net())
-    model = small_net()
-    pb.patch_(model, pb.EMP(2))
-    with pytest.raises(NotPatched, match="not on a module that holds it"):
-        pb.unpatch_(nn.Sequential(model))
-
-
-def test_a_network_can_be_patched_again_after_unpatching():
-    model = small_net()
-    pb.patch_(model, pb.EMP(3))
-    pb.unpatch_(model)
-    report = pb.patch_(model, pb.ECMP(2))
-    assert [site.method for site in report.sites] == ["ECMP(K=2)"] * 2
-
-
 # ---- sharing one draw among sites
 
 
 def test_tie_network_gives_all_sites_the_same_component():
     model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), nn.Linear(3, 3))
     pb.patch_(model, pb.Ensemble(3, init="copies", jitter=0.5), "all")
+    seen = set()
     for _ in range(10):
-        model(X)
-        chosen = {
-            k
-            for name in ("0", "1", "2")
-            for k in range(3)
-            if torch.equal(components(model, name)[k], model[int(name)].weight)
-        }
+        with pb.use_draw(model):
+            model(X)
+            chosen = {
+                k
+                for name in ("0", "1", "2")
+                for k in range(3)
+                if torch.equal(components(model, name)[k], model[int(name)].weight)
+            }
         assert len(chosen) == 1
+        seen |= chosen
+    assert len(seen) == 3
 
 
 def test_sites_that_share_one_draw_must_agree_on_its_law():

@@ -48,7 +48,7 @@ def drawn_logits(model, x, number=3):
     draws = pb.Draws.sample(model, number)
     outputs = []
     for draw in draws:
-        with pb.drawn(model.eval(), draw):
+        with pb.use_draw(model.eval(), draw):
             outputs.append(model(x))
     return torch.stack(outputs)
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from patchbayes.randomness import BITS, bernoulli_like, fold, integers, normal_like
+from patchbayes.draws.randomness import BITS, bernoulli_like, fold, integers, normal_like
 from reference.splitmix import splitmix64
 from statistics_helper import assert_frequencies, assert_standard_normal, assert_uncorrelated
 

@@ -42,7 +42,7 @@ def explicit_means(model, inputs, draws):
     model.eval()
     outputs = []
     for i in range(len(draws)):
-        with pb.drawn(model, draws[i]):
+        with pb.use_draw(model, draws[i]):
             outputs.append(model(inputs).numpy())
     model.train()
     return np.stack(outputs)
@@ -56,14 +56,14 @@ def mixture():
         draws = pb.Draws.enumerate(model)
         weights = np.prod(np.asarray(P)[draws.assignments().numpy()], axis=1)
         means = explicit_means(model, x, draws)
-        prediction = pb.predict(model, x, draws, likelihood=pb.Gaussian(precision=4.0), keep_draws=True)
+        prediction = pb.predict(model, x, draws, likelihood=pb.likelihoods.Gaussian(precision=4.0), keep_draws=True)
     return prediction, weights, means
 
 
 def test_mean_and_covariance_are_those_of_the_mixture(mixture):
     prediction, weights, means = mixture
     assert isinstance(prediction, RegressionPrediction)
-    assert isinstance(prediction, pb.Prediction)
+    assert isinstance(prediction, pb.prediction.Prediction)
     assert prediction.standard_error_kind == "exact"
     assert (prediction.standard_error == 0).all()
     assert prediction.precision == pytest.approx(4.0, rel=1e-12)
@@ -83,12 +83,12 @@ def test_mean_and_covariance_are_those_of_the_mixture(mixture):
     np.testing.assert_allclose(prediction.aleatoric_variance.numpy(), np.full((5, 2), 0.25), rtol=1e-12)
 
 
-@pytest.mark.parametrize("make", [pb.Draws.sample, pb.Draws.stratify])
+@pytest.mark.parametrize("make", [pb.Draws.sample, pb.Draws.stratified])
 def test_draws_are_averaged_with_their_standard_error(make, generator):
     model, x = patched(pb.EMP(3, jitter=0.7)), some_inputs()
     draws = make(model, 12, generator)
     means = explicit_means(model, x, draws)
-    prediction = pb.predict(model, x, draws, likelihood=pb.Gaussian())
+    prediction = pb.predict(model, x, draws, likelihood=pb.likelihoods.Gaussian())
     assert prediction.draw_means is None
     assert prediction.num_draws == 12
     np.testing.assert_allclose(prediction.mean.numpy(), means.mean(0), rtol=1e-10)
@@ -100,8 +100,8 @@ def test_draws_are_averaged_with_their_standard_error(make, generator):
 
 def test_a_large_offset_does_not_drown_the_epistemic_variance():
     model, x = patched(), some_inputs()
-    plain = pb.predict(model, x, 8, likelihood=pb.Gaussian())
-    shifted = pb.predict(model, x, 8, likelihood=pb.Gaussian(), output=lambda y: y + 1e7)
+    plain = pb.predict(model, x, 8, likelihood=pb.likelihoods.Gaussian())
+    shifted = pb.predict(model, x, 8, likelihood=pb.likelihoods.Gaussian(), output=lambda y: y + 1e7)
     torch.testing.assert_close(shifted.epistemic_variance, plain.epistemic_variance, rtol=1e-6, atol=0)
     torch.testing.assert_close(shifted.standard_error, plain.standard_error, rtol=1e-6, atol=0)
 
@@ -115,7 +115,7 @@ def test_epistemic_variance_is_never_negative(values, scale):
         model,
         some_inputs(1),
         pb.Draws.sample(model, len(values)),
-        likelihood=pb.Gaussian(),
+        likelihood=pb.likelihoods.Gaussian(),
         output=lambda y: torch.full_like(y, next(remaining) * scale),
         engine="loop",
     )
@@ -126,11 +126,13 @@ def test_epistemic_variance_is_never_negative(values, scale):
 
 def test_precision_of_the_likelihood_sets_the_noise_only():
     model, x = patched(), some_inputs()
-    fine, coarse = (pb.predict(model, x, 6, likelihood=pb.Gaussian(precision)) for precision in (100.0, 0.1))
+    fine, coarse = (
+        pb.predict(model, x, 6, likelihood=pb.likelihoods.Gaussian(precision)) for precision in (100.0, 0.1)
+    )
     assert torch.equal(fine.mean, coarse.mean)
     assert torch.equal(fine.epistemic_covariance, coarse.epistemic_covariance)
     np.testing.assert_allclose((coarse.variance - fine.variance).numpy(), 10 - 0.01, rtol=1e-9)
-    learned = pb.Gaussian(3.0, learn=True)
+    learned = pb.likelihoods.Gaussian(3.0, learn=True)
     with torch.no_grad():
         learned.log_precision += np.log(2)
     prediction = pb.predict(model, x, 6, likelihood=learned)
@@ -142,7 +144,7 @@ def test_gaussian_log_prob_is_that_of_independent_normals():
     outputs = torch.randn(3, 4, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     targets = torch.randn(4, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     expected = scipy.stats.norm.logpdf(targets.numpy(), outputs.numpy(), 0.2)
-    likelihood = pb.Gaussian(precision=25.0)
+    likelihood = pb.likelihoods.Gaussian(precision=25.0)
     np.testing.assert_allclose(likelihood.log_prob(outputs, targets).detach().numpy(), expected.sum(-1), rtol=1e-10)
     one = likelihood.log_prob(outputs[..., 0], targets[:, 0]).detach().numpy()
     np.testing.assert_allclose(one, expected[..., 0], rtol=1e-10)
@@ -167,7 +169,7 @@ def test_log_prob_is_that_of_the_mixture(mixture):
 
 def test_log_prob_integrates_to_one():
     prediction = pb.predict(
-        patched(targets=1), some_inputs(1), 7, likelihood=pb.Gaussian(precision=2.0), keep_draws=True
+        patched(targets=1), some_inputs(1), 7, likelihood=pb.likelihoods.Gaussian(precision=2.0), keep_draws=True
     )
     grid = torch.linspace(-15, 15, 3001, dtype=torch.float64)
     density = torch.stack([prediction.log_prob(y.view(1, 1)).exp() for y in grid])
@@ -223,7 +225,7 @@ def test_a_replicate_is_one_network_for_all_inputs(mixture):
     _, _, means = mixture
     model, x = patched(), some_inputs()
     certain = pb.predict(
-        model, x, pb.Draws.enumerate(model), likelihood=pb.Gaussian(precision=1e16), keep_draws=True
+        model, x, pb.Draws.enumerate(model), likelihood=pb.likelihoods.Gaussian(precision=1e16), keep_draws=True
     ).sample(50)
     distance = np.abs(certain.numpy()[:, None] - means[None]).max(axis=(2, 3))
     assert (distance.min(1) < 1e-6).all()
@@ -240,7 +242,9 @@ def test_samples_follow_the_generator_and_repeat_without_one(mixture):
 
 def well_specified():
     model, x = patched(), some_inputs(30)
-    return pb.predict(model, x, pb.Draws.enumerate(model), likelihood=pb.Gaussian(precision=4.0), keep_draws=True)
+    return pb.predict(
+        model, x, pb.Draws.enumerate(model), likelihood=pb.likelihoods.Gaussian(precision=4.0), keep_draws=True
+    )
 
 
 def p_values(prediction, shift, statistic, repetitions=200, replicates=99):
@@ -295,7 +299,7 @@ def test_outputs_without_a_target_axis_get_one():
     flat, full = Squeezed(), regressor(1)
     for model in (flat, full):
         pb.patch_(model, pb.EMP(3, jitter=0.7))
-    flat, full = (pb.predict(m, x, 5, likelihood=pb.Gaussian(2.0), keep_draws=True) for m in (flat, full))
+    flat, full = (pb.predict(m, x, 5, likelihood=pb.likelihoods.Gaussian(2.0), keep_draws=True) for m in (flat, full))
     assert flat.mean.shape == (5, 1)
     for name in ("mean", "variance", "covariance", "standard_error", "draw_means"):
         assert torch.equal(getattr(flat, name), getattr(full, name)), name
@@ -305,13 +309,13 @@ def test_outputs_with_more_axes_are_refused_with_the_remedy():
     model = regressor(4)
     pb.patch_(model, pb.EMP(3))
     with pytest.raises(PatchbayesError, match=r"\(5, 2, 2\)[\s\S]*flatten\(1\)"):
-        pb.predict(model, some_inputs(), likelihood=pb.Gaussian(), output=lambda y: y.view(5, 2, 2))
+        pb.predict(model, some_inputs(), likelihood=pb.likelihoods.Gaussian(), output=lambda y: y.view(5, 2, 2))
 
 
 def test_batches_parts_and_joins_agree_with_the_whole():
     model, x = patched(), some_inputs()
-    whole = pb.predict(model, x, 6, likelihood=pb.Gaussian(2.0), keep_draws=True)
-    parts = pb.predict(model, [x[:2], x[2:]], 6, likelihood=pb.Gaussian(2.0), keep_draws=True)
+    whole = pb.predict(model, x, 6, likelihood=pb.likelihoods.Gaussian(2.0), keep_draws=True)
+    parts = pb.predict(model, [x[:2], x[2:]], 6, likelihood=pb.likelihoods.Gaussian(2.0), keep_draws=True)
     joined = RegressionPrediction.concatenate([whole[:1], whole[[1, 2]], whole[3:]])
     names = ("mean", "standard_error", "epistemic_covariance", "variance", "draw_means", "weights")
     for name in names:
@@ -325,8 +329,10 @@ def test_batches_parts_and_joins_agree_with_the_whole():
 
 
 def test_single_precision_networks_predict_in_single_precision():
-    prediction = pb.predict(patched().float(), some_inputs().float(), 6, likelihood=pb.Gaussian(4.0), keep_draws=True)
-    exact = pb.predict(patched(), some_inputs(), 6, likelihood=pb.Gaussian(4.0), keep_draws=True)
+    prediction = pb.predict(
+        patched().float(), some_inputs().float(), 6, likelihood=pb.likelihoods.Gaussian(4.0), keep_draws=True
+    )
+    exact = pb.predict(patched(), some_inputs(), 6, likelihood=pb.likelihoods.Gaussian(4.0), keep_draws=True)
     y = torch.zeros(5, 2)
     values = {
         "mean": lambda p: p.mean,
@@ -341,7 +347,7 @@ def test_single_precision_networks_predict_in_single_precision():
 
 
 def test_what_needs_every_draw_says_so():
-    prediction = pb.predict(patched(), some_inputs(), 4, likelihood=pb.Gaussian())
+    prediction = pb.predict(patched(), some_inputs(), 4, likelihood=pb.likelihoods.Gaussian())
     y = torch.zeros(5, 2, dtype=torch.float64)
     for name, act in {
         "log_prob": lambda: prediction.log_prob(y),

@@ -10,19 +10,19 @@ import pytest
 import torch
 
 from patchbayes.errors import PatchbayesError
-from patchbayes.experiments import (
+from patchbayes.metrics.student import two_sided_p
+from patchbayes_reproduce import (
     regression_sets,
     regression_speed,
     regression_splits,
     regression_tables,
     regression_variants,
 )
-from patchbayes.experiments.experiment import SCALES, Setting, paper_table, reproduce
-from patchbayes.experiments.regression_comparison import corrected_test, paired_test
-from patchbayes.experiments.regression_sets import METHODS, PAPER, Protocol, config_of, plan, recipe_of, run, run_all
-from patchbayes.experiments.regression_splits import SETS, read_splits
-from patchbayes.experiments.regression_variants import VARIANTS
-from patchbayes.metrics.student import two_sided_p
+from patchbayes_reproduce.experiment import SCALES, Workspace, paper_table, reproduce
+from patchbayes_reproduce.regression_comparison import corrected_test, paired_test
+from patchbayes_reproduce.regression_sets import METHODS, PAPER, Protocol, config_of, plan, recipe_of, run, run_all
+from patchbayes_reproduce.regression_splits import SETS, read_splits
+from patchbayes_reproduce.regression_variants import VARIANTS
 
 TINY = Protocol(recipe={"epochs": 2, "batch_size": 12}, splits=2, draws=7)
 
@@ -320,7 +320,7 @@ def test_variants_change_one_thing():
 def test_the_whole_experiment_at_smoke_scale(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(regression_sets, "SMOKE", TINY)
     found = regression_tables.EXPERIMENT
-    setting = Setting(folder, tmp_path / "work")
+    setting = Workspace(folder, tmp_path / "work")
     record = reproduce(found, "smoke", setting, tmp_path / "records")
     assert {run["method"] for run in record["result"]["runs"]} == set(METHODS)
     assert {run["variant"] for run in record["result"]["variants"]} == set(VARIANTS)
@@ -333,7 +333,7 @@ def test_the_whole_experiment_at_smoke_scale(folder, tmp_path, monkeypatch):
     with pytest.raises(PatchbayesError, match=r"yacht-emp.json is not a record"):
         reproduce(found, "smoke", setting, tmp_path / "records")
     with pytest.raises(PatchbayesError, match="work folder"):
-        found.run("smoke", Setting(folder))
+        found.run("smoke", Workspace(folder))
 
 
 def test_variants_command_line(folder, tmp_path, capsys, monkeypatch):

@@ -13,13 +13,12 @@ from patchbayes.report.collapse import sentence, verdict
 from patchbayes.report.estimates import Estimate, beats, best, mean_interval, over_seeds
 from patchbayes.report.groups import compare
 from patchbayes.report.measures import Measure, measure
-from patchbayes.report.records import read_run
 from patchbayes.report.tables import tables
-from test_report_records import simulate, simulate_regression
+from simulated_records import read_run, simulate, simulate_regression
 
 
 def runs(methods=("EMP(K=5)",), seeds=(0, 1)):
-    return [read_run(record, [], i) for i, record in enumerate(simulate(methods, seeds)[0], 1)]
+    return [read_run(record) for record in simulate(methods, seeds)[0]]
 
 
 # ---- estimates
@@ -141,11 +140,11 @@ def test_the_seed_is_found_in_every_way_a_command_says_it():
             record["train_command"] = (
                 f"patchbayes train runs/{record['name']} {spelling.format(record['seed'])} --lr 0.1"
             )
-        assert len(compare([read_run(r, [], 1) for r in records])[0].groups) == 1
+        assert len(compare([read_run(r) for r in records])[0].groups) == 1
     # A seed that is the default need not be said.
     records[0]["train_command"] = "patchbayes train emp-seed0 --lr 0.1"
     records[1]["train_command"] = "patchbayes train emp-seed1 --set seed=1 --lr 0.1"
-    assert len(compare([read_run(r, [], 1) for r in records])[0].groups) == 1
+    assert len(compare([read_run(r) for r in records])[0].groups) == 1
 
 
 @pytest.mark.parametrize(
@@ -162,7 +161,7 @@ def test_the_seed_is_found_in_every_way_a_command_says_it():
 def test_runs_that_differ_in_more_are_groups_with_their_own_names(key, value, label):
     records, _ = simulate(["EMP(K=5)"], [0, 1])
     records[1][key] = value
-    (comparison,) = compare([read_run(record, [], 1) for record in records])
+    (comparison,) = compare([read_run(record) for record in records])
     assert len(comparison.groups) == 2
     assert comparison.groups[1].label.startswith(label)
     assert comparison.groups[0].label != comparison.groups[1].label
@@ -172,7 +171,7 @@ def test_settings_tell_groups_apart_by_their_words():
     records, _ = simulate(["EMP(K=5)"], [0, 0])
     records[1] |= {"name": "b", "folder": "runs/b"}
     records[1]["train_command"] = records[0]["train_command"].replace("emp-seed0", "b") + " --set lr=0.5"
-    (comparison,) = compare([read_run(record, [], 1) for record in records])
+    (comparison,) = compare([read_run(record) for record in records])
     assert [group.label for group in comparison.groups] == ["EMP(K=5)", "EMP(K=5), lr=0.5"]
 
 
@@ -181,20 +180,20 @@ def test_a_folder_may_be_named_like_a_setting():
     for record, folder in zip(records, ("runs/emp", "runs/emp-1"), strict=True):
         record |= {"name": folder.removeprefix("runs/"), "folder": folder}
         record["train_command"] = f"patchbayes train {folder} --method emp --set init=emp --set seed={record['seed']}"
-    (comparison,) = compare([read_run(record, [], 1) for record in records])
+    (comparison,) = compare([read_run(record) for record in records])
     assert [group.seeds_text for group in comparison.groups] == ["2 seeds, S = 40"]
 
 
 def test_the_same_run_twice_is_numbered():
     records, _ = simulate(["EMP(K=5)"], [0, 0])
-    (comparison,) = compare([read_run(record, [], 1) for record in records])
+    (comparison,) = compare([read_run(record) for record in records])
     assert [group.label for group in comparison.groups] == ["EMP(K=5) (1)", "EMP(K=5) (2)"]
 
 
 def test_only_runs_on_the_same_examples_are_compared():
     records = simulate(["EMP(K=5)"], [0, 1])[0] + simulate_regression([0])[0]
     records[1]["split"] = "test[:5000]"
-    comparisons = compare([read_run(record, [], 1) for record in records])
+    comparisons = compare([read_run(record) for record in records])
     assert [c.title for c in comparisons] == ["cifar10, test[5000:]", "cifar10, test[:5000]", "diabetes, test"]
     assert [len(c.groups) for c in comparisons] == [1, 1, 2]
 
@@ -209,7 +208,7 @@ def column(table, key):
 
 def test_the_summary_shows_mean_interval_and_floor():
     records, _ = simulate(("vanilla", "ECMP(K=5)"))
-    summary = tables(compare([read_run(record, [], 1) for record in records])[0])["summary"]
+    summary = tables(compare([read_run(record) for record in records])[0])["summary"]
     assert [row.derived for row in summary.rows] == [False, True, False, True]
     values = [record["metrics"]["ece"]["value"] for record in records[:3]]
     floors = [record["metrics"]["ece"]["floor"] for record in records[:3]]
@@ -225,17 +224,17 @@ def test_a_value_is_bold_only_where_the_seeds_support_it():
     records, _ = simulate(("vanilla", "ECMP(K=5)"))
     for record in records:
         record["temperature"] = None
-    summary = tables(compare([read_run(record, [], 1) for record in records])[0])["summary"]
+    summary = tables(compare([read_run(record) for record in records])[0])["summary"]
     assert [cell.best for cell in column(summary, "nll")] == [False, True]
     for record in records[3:]:
         record["metrics"]["nll"]["value"] = records[0]["metrics"]["nll"]["value"] - 0.01 * (record["seed"] == 0)
-    summary = tables(compare([read_run(record, [], 1) for record in records])[0])["summary"]
+    summary = tables(compare([read_run(record) for record in records])[0])["summary"]
     assert [cell.best for cell in column(summary, "nll")] == [False, False]
 
 
 def test_corruption_tables_average_over_severities_and_seeds():
     records, _ = simulate(["vanilla"], [0, 1])
-    made = tables(compare([read_run(record, [], 1) for record in records])[0])
+    made = tables(compare([read_run(record) for record in records])[0])
     errors = np.array([record["corruptions"]["error"] for record in records])
     assert column(made["corruption"], "mean_error")[0].text == f"{100 * errors.mean():.1f}"
     assert column(made["corruption"], "mce")[0].text == "100.0"  # the reference itself
@@ -255,7 +254,7 @@ def test_scores_under_corruption_name_their_own_draws_and_severities():
     }
     for name in ("error", "nll", "ece"):
         record["corruptions"][name] = [record["corruptions"][name][0][:1]]
-    made = tables(compare([read_run(record, [], 1)])[0])["corruption"]
+    made = tables(compare([read_run(record)])[0])["corruption"]
     assert made.rows[0].detail == "1 seed, S = 20"
     assert made.notes[0] == "Means are over 1 corruption of 300 images, severity 2."
     assert not any("elative mCE" in note for note in made.notes)
@@ -263,14 +262,14 @@ def test_scores_under_corruption_name_their_own_draws_and_severities():
 
 def test_unfamiliar_inputs_do_not_claim_the_draws_of_the_scores():
     (record,), _ = simulate(["EMP(K=5)"], [0])
-    made = tables(compare([read_run(record, [], 1)])[0])["ood"]
+    made = tables(compare([read_run(record)])[0])["ood"]
     assert [row.detail for row in made.rows] == ["1 seed"]
     assert made.notes == ("Both kinds of input by as many draws, 20 at most.",)
 
 
 def test_tables_without_content_are_not_there():
     record = {"schema": 1, "name": "a", "task": "regression", "method": "EMP", "data": "d", "metrics": {}}
-    assert tables(compare([read_run(record, [], 1)])[0]) == {}
+    assert tables(compare([read_run(record)])[0]) == {}
 
 
 def test_the_ensemble_size_is_a_number_or_a_power():
@@ -278,7 +277,7 @@ def test_the_ensemble_size_is_a_number_or_a_power():
     shown = []
     for exponent in (0.0, math.log10(125), 13.3, 1412.0, None, math.inf):
         records[0]["parameters"]["log10_ensemble_size"] = exponent
-        made = tables(compare([read_run(records[0], [], 1)])[0])
+        made = tables(compare([read_run(records[0])])[0])
         shown.append(column(made["cost"], "log10_ensemble_size")[0].text)
     assert shown == ["1", "125", "10¹³", "10¹⁴¹²", "–", "∞"]  # noqa: RUF001
 
@@ -290,7 +289,7 @@ def with_diversity(task="classification", **diversity):
     (record,), _ = simulate(["EMP(K=5)"], [0])
     record["diversity"] = {"disagreement": None, "mutual_information": None, "components": [], **diversity}
     record["task"] = task
-    return read_run(record, [], 1)
+    return read_run(record)
 
 
 def test_the_rule_of_collapse():
@@ -315,9 +314,9 @@ def test_one_example_of_disagreement_counts_as_none_where_nothing_is_wrong():
     (record,), _ = simulate(["EMP(K=5)"], [0])
     record["metrics"]["accuracy"]["value"] = 1.0
     record["diversity"] = {"disagreement": 1 / record["num_examples"], "mutual_information": None}
-    assert verdict(read_run(record, [], 1)) == "collapsed"
+    assert verdict(read_run(record)) == "collapsed"
     record["diversity"]["disagreement"] *= 2
-    assert verdict(read_run(record, [], 1)) == "diverse"
+    assert verdict(read_run(record)) == "diverse"
 
 
 def test_the_verdict_is_said_plainly():

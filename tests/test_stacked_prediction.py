@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import patchbayes as pb
+from patchbayes.draws.layout import NetworkDraw
 from patchbayes.errors import PatchbayesError
-from patchbayes.experiments import stacked_prediction
-from patchbayes.experiments.stacked_prediction import DrawnNetworks, Score, drawn_outputs
-from patchbayes.layout import Drawn
-from patchbayes.network import hold
+from patchbayes.patching.drawing import hold
+from patchbayes_reproduce import stacked_prediction
+from patchbayes_reproduce.stacked_prediction import DrawnNetworks, Score, drawn_outputs
 from test_stacked_training import INPUTS, NETWORKS, RECIPES, TARGETS, module_of, stack
 
 TAU = 0.1
@@ -60,7 +60,7 @@ def test_a_drawn_network_is_the_module_under_that_draw(name, inputs, generator):
         components = sites = torch.randint(3, (4, groups), generator=generator)
     outputs = DrawnNetworks.realize(networks, 1, components).outputs(inputs.T)
     for output, indices in zip(outputs, sites, strict=True):
-        with hold(model.__dict__["_patchbayes"], Drawn(torch.tensor(0), indices)):
+        with hold(model.__dict__["_patchbayes"], NetworkDraw(torch.tensor(0), indices)):
             torch.testing.assert_close(output.T, model(inputs), rtol=0, atol=1e-12)
 
 
@@ -72,7 +72,7 @@ def test_emp_is_the_exact_prediction_of_the_patched_module(inputs, generator):
     for outputs in chunks:
         score.add(outputs.clone())
     assert sum(len(outputs) for outputs in chunks) == 3**2
-    likelihood = pb.Gaussian(precision=TAU)
+    likelihood = pb.likelihoods.Gaussian(precision=TAU)
     model = evaluating(networks, 2)
     exact = pb.predict(model, inputs, "exact", likelihood=likelihood, keep_draws=True, engine="loop")
     rmse = (exact.mean - targets).square().mean(0).sqrt()
@@ -94,7 +94,7 @@ def test_dropout_is_the_module_with_those_masks(name, inputs, generator, monkeyp
     for draw in range(draws):
         queue = iter([mask[draw].T.clone() for mask in masks])
         monkeypatch.setattr("patchbayes.posteriors.dropout.bernoulli_like", lambda *_, q=queue: next(q))
-        with hold(model.__dict__["_patchbayes"], Drawn(torch.tensor(0), torch.zeros(0, dtype=torch.int64))):
+        with hold(model.__dict__["_patchbayes"], NetworkDraw(torch.tensor(0), torch.zeros(0, dtype=torch.int64))):
             torch.testing.assert_close(outputs[draw].T, model(inputs), rtol=0, atol=1e-12)
 
 

@@ -7,8 +7,11 @@ import torch
 from torch import nn
 
 import patchbayes as pb
+from patchbayes.draws.layout import NetworkDraw
 from patchbayes.errors import PatchbayesError
-from patchbayes.experiments.stacked_training import (
+from patchbayes.nets import mlp
+from patchbayes.patching.drawing import hold
+from patchbayes_reproduce.stacked_training import (
     BLOCK,
     Recipe,
     StackedNetworks,
@@ -16,9 +19,6 @@ from patchbayes.experiments.stacked_training import (
     dropped_positions,
     train_,
 )
-from patchbayes.layout import Drawn
-from patchbayes.nets import mlp
-from patchbayes.network import hold
 
 NETWORKS, EXAMPLES, INPUTS, TARGETS, HIDDEN = 3, 23, 4, 2, 7
 SMALL = {"hidden": HIDDEN, "epochs": 4, "batch_size": 10, "lr": 0.01}
@@ -68,7 +68,7 @@ def module_of(networks, r):
 
 
 def named_parameters(model):
-    names = {n.replace("parametrizations.", "").removesuffix(".original"): p for n, p in model.named_parameters()}
+    names = {n.replace("patchbayes.components.", ""): p for n, p in model.named_parameters()}
     return {n: p for n, p in names.items() if p.numel()}
 
 
@@ -106,7 +106,7 @@ def forward(model, networks, r, x, block, t, monkeypatch):
         picked = block.components[t, r]
         if recipe.tie == "site":
             picked = picked[[0, 2 * INPUTS]]
-        with hold(model.__dict__["_patchbayes"], Drawn(torch.tensor(0), picked)):
+        with hold(model.__dict__["_patchbayes"], NetworkDraw(torch.tensor(0), picked)):
             return model(x)
     if recipe.rate:
         steps, stacked, batch = block.rows.shape

@@ -57,7 +57,7 @@ def test_the_run_folder(begun, table):
     config = strict_json((folder / "config.json").read_text())
     assert (config["schema"], config["kind"], config["model"]) == (1, "train", "mlp")
     assert config["training"]["data"] == f"csv:{table}#answer"
-    assert config["training"]["method"] == "ecmp"  # what was not given is written out
+    assert config["training"]["method"] == "ecmp(5)"  # what was not given is written out
     assert config["data"]["classes"] == ["no", "yes"]
     assert [row["epoch"] for row in rows(folder)] == [1, 2]
     assert found.out.splitlines()[-1] == f"next: patchbayes evaluate {folder}"
@@ -99,7 +99,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(table, tmp_path, monkeypatc
     command("train broken", *options, code=130)
     assert len(rows(Path("broken"))) == 1
     Path("interrupt").unlink()
-    command("train broken --resume")
+    command("train broken --resume --trust-code")
     assert rows(Path("broken")) == rows(Path("whole"))
     ours, theirs = weights(Path("broken")), weights(Path("whole"))
     assert ours.keys() == theirs.keys()
@@ -121,16 +121,13 @@ def test_a_configuration_file_gives_what_the_command_line_does_not(begun, table,
 
 def test_the_settings_are_listed_without_naming_a_folder():
     out = command("train --settings").out
-    assert all(name in out for name in ("jitter_warmup", "milestones", "per_example", "checkpoint_steps"))
+    assert all(name in out for name in ("jitter_warmup", "milestones", "sharing", "checkpoint_steps"))
 
 
 OPTIONS = {
     "--model": ("own_small_net:build", ""),
     "--method": ("emp", ""),
     "--sites": ("norm", ""),
-    "-K": ("3", ""),
-    "--rate": ("0.5", "--method dropout"),
-    "--jitter": ("0.7", ""),
     "--objective": ("simplified", ""),
     "--optimizer": ("sgd", ""),
     "--lr": ("0.05", ""),
@@ -163,6 +160,27 @@ def test_every_option_changes_the_result(option, begun, table, tmp_path, monkeyp
     sys.modules.pop("own_small_net", None)
 
 
+@pytest.mark.parametrize("method", ["ecmp(3)", "ecmp(5, jitter=0.7)", "norm: emp(5); linear: dropout(0.1)"])
+def test_every_part_of_a_method_changes_the_result(method, begun, table, tmp_path):
+    command("train", tmp_path / "run", *basis(table), "--method", method)
+    assert strict_json((tmp_path / "run" / "config.json").read_text())["training"]["method"] == method
+    assert rows(tmp_path / "run") != rows(begun[0])
+
+
+def test_a_method_of_the_user_s_own_module(table, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("own_method.py").write_text(
+        "from dataclasses import dataclass\n\nfrom patchbayes.posteriors import Dropout\n\n"
+        "@dataclass(frozen=True)\nclass Half(Dropout):\n    rate: float = 0.5\n"
+    )
+    assert "there is no method 'half'" in command("train run --method half", *basis(table), code=1).err
+    command("--import own_method train run --method half", *basis(table))
+    assert strict_json(Path("run/config.json").read_text())["training"]["method"] == "half(0.5)"
+    command("evaluate run --draws 2")
+    assert "import nosuch: No module named 'nosuch'" in command("--import nosuch train run", code=1).err
+    sys.modules.pop("own_method")
+
+
 def test_options_that_change_no_number(begun, table, tmp_path):
     command("train --device cpu --quiet", tmp_path / "cpu", *basis(table))
     assert strict_json((tmp_path / "cpu" / "config.json").read_text())["training"]["device"] == "cpu"
@@ -187,11 +205,11 @@ def test_tensorboard_files_are_written_where_it_is_installed(table, tmp_path):
         ("--data digits --model nosuch", 1, "known    mlp, small_cnn"),
         ("--data nosuch --model mlp", 1, "unknown data 'nosuch'"),
         ("--data diabetes --model small_cnn", 1, 'use "mlp" for tables'),
-        ("--data digits --model mlp --method nosuch", 2, "is not one of"),
+        ("--data digits --model mlp --method nosuch", 1, "there is no method 'nosuch'"),
         ("--data digits --model mlp --epochs 0", 1, "at least 1"),
         ("--data digits --model mlp --epochs two", 2, "--epochs"),
         ("--data digits --model mlp --lr nan", 1, "a finite number"),
-        ("--data digits --model mlp --method vanilla -K 3", 1, "has no components"),
+        ("--data digits --model mlp --method 'emp(5, rate=0.1)'", 1, "EMP has no field 'rate'"),
         ("--data digits --model mlp --set nosuch=3", 1, "unknown 'nosuch'"),
         ("--data digits --model mlp --set warmup", 2, "write KEY=VALUE"),
         ("--data digits --model mlp --set epochs=many", 1, "a whole number"),
@@ -208,7 +226,7 @@ def test_bad_values_are_refused_before_anything_is_written(line, code, said, tmp
 
 def test_a_used_folder_and_another_configuration_are_refused(begun, table):
     folder, _ = begun
-    assert "holds a run already" in command("train", folder, *basis(table), code=1).err
+    assert "already holds a run" in command("train", folder, *basis(table), code=1).err
     assert "epochs was 2, is 5" in command("train --resume --epochs 5", folder, code=1).err
 
 

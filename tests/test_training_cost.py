@@ -8,9 +8,9 @@ import torch
 
 from command_line import command
 from patchbayes.errors import PatchbayesError
-from patchbayes.experiments import registry, training_cost
-from patchbayes.experiments.experiment import Setting, read_record, reproduce
-from patchbayes.experiments.training_cost import Subject, TrainingStep, in_turn, ratio_quartiles
+from patchbayes_reproduce import registry, training_cost
+from patchbayes_reproduce.experiment import Workspace, read_record, reproduce
+from patchbayes_reproduce.training_cost import Subject, TrainingStep, in_turn, ratio_quartiles
 
 SMALL = Subject("small_cnn", 10, (1, 8, 8), 16, 3)
 CPU = torch.device("cpu")
@@ -113,8 +113,8 @@ def test_what_does_not_fit_into_memory_is_left_out(monkeypatch, tmp_path):
 
     monkeypatch.setattr(TrainingStep, "__call__", limited)
     said = []
-    result = reproduce(registry.experiment("cost"), "smoke", Setting(say=said.append), tmp_path)["result"]
-    assert list(result["methods"]) == list(training_cost.METHODS[:-1])
+    result = reproduce(registry.experiment("cost"), "smoke", Workspace(say=said.append), tmp_path)["result"]
+    assert list(result["methods"]) == list(training_cost.METHODS)[:-1]
     assert "ensemble does not fit into the memory of cpu" in said
     time, _ = training_cost.tables(result).values()
     assert time[1][-1][:2] == ["ensemble", "does not fit into memory"]
@@ -123,4 +123,4 @@ def test_what_does_not_fit_into_memory_is_left_out(monkeypatch, tmp_path):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_the_papers_scale_needs_a_gpu(tmp_path):
     with pytest.raises(PatchbayesError, match="measured on a GPU; torch sees none here"):
-        reproduce(registry.experiment("cost"), "paper", Setting(), tmp_path)
+        reproduce(registry.experiment("cost"), "paper", Workspace(), tmp_path)

@@ -13,19 +13,19 @@ import torch
 from safetensors.torch import load_file
 
 import patchbayes
-from patchbayes.training import RunFolder, TrainingConfig, train
+from patchbayes.runs import RunFolder, TrainingConfig, train
+from small_runs import write_npz
 from test_training_resume import assert_equal_runs
-from test_training_run import write_npz
 
 pytestmark = pytest.mark.slow
 
 SCRIPT = """
 import json, sys
-from patchbayes.training import TrainingConfig, TrainingInterrupted, train
+from patchbayes.runs import TrainingConfig, TrainingInterrupted, train
 
 def main():
     try:
-        train(TrainingConfig.from_json(json.loads(sys.argv[1])), sys.argv[2], resume=True)
+        train(TrainingConfig.from_json(json.loads(sys.argv[1])), sys.argv[2], resume=True, trust_code=True)
     except TrainingInterrupted as interruption:
         print(interruption)
 
@@ -92,7 +92,7 @@ def test_two_processes_are_one_to_rounding(launch, tmp_path, settings):
     """43 examples in batches of 14 and 15: the parts of the processes are not always of equal size."""
     chosen = config(tmp_path, **settings)
     finish(launch(chosen, tmp_path / "two"))
-    train(chosen, tmp_path / "one")
+    train(chosen, tmp_path / "one", trust_code=True)
     assert "2 process(es)" in (tmp_path / "two" / "log.txt").read_text()
     one, two = (load_file(tmp_path / name / "last.safetensors") for name in ("one", "two"))
     assert one.keys() == two.keys()
@@ -104,7 +104,7 @@ def test_two_processes_are_one_to_rounding(launch, tmp_path, settings):
 
 
 @pytest.mark.parametrize(
-    ("method", "number"), [("ecmp", signal.SIGTERM), ("ensemble", signal.SIGTERM), ("dropout", signal.SIGKILL)]
+    ("method", "number"), [("ecmp", signal.SIGTERM), ("ensemble", signal.SIGTERM), ("dropout(0.1)", signal.SIGKILL)]
 )
 def test_two_processes_resume_to_the_same_bits(launch, tmp_path, method, number):
     chosen = config(tmp_path, method=method, epochs=25, checkpoint_steps=2)

@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 
 import patchbayes
-from patchbayes.training import TrainingConfig, train
+from patchbayes.runs import TrainingConfig, train
 
 
 @pytest.fixture
 def npz(tmp_path):
-    from test_training_run import write_npz
+    from small_runs import write_npz
 
     write_npz(tmp_path / "classes.npz")
     return {
@@ -46,7 +46,7 @@ def test_killed_at_some_of_its_writes(tmp_path, npz):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["vanilla", "dropout", "emp", "ecmp", "meanfield", "ensemble"])
+@pytest.mark.parametrize("method", ["vanilla", "dropout(0.1)", "emp", "ecmp", "meanfield", "ensemble"])
 def test_killed_at_very_many_random_moments(tmp_path, method):
     settings = DIGITS | {"method": method, "epochs": 12, "checkpoint_steps": 2, "augmentation": "crop"}
     assert killing(tmp_path, settings, "moments", number=60, share=0.1) >= 8

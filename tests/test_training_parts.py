@@ -1,32 +1,25 @@
-"""The parts of the training loop: data order, schedule, loss, optimizer groups, turns, growing jitter, held-out scores,
-weights read from ordinary checkpoints."""
+"""The parts of the training loop: data order, schedule, loss, optimizer groups, turns, growing spread, held-out scores."""
 
 import copy
 import itertools
-import json
 import math
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 import patchbayes as pb
 from patchbayes.data import ArraySplit, Dataset, Preparation
-from patchbayes.draws import network_of
-from patchbayes.errors import CheckpointMismatch, PatchbayesError
-from patchbayes.nets import mlp, small_cnn
-from patchbayes.training import TrainingConfig, load_ordinary_
-from patchbayes.training.data_order import EpochBatches, num_steps
-from patchbayes.training.held_out import held_out_scores
-from patchbayes.training.jitter import grow_jitter_
-from patchbayes.training.loss import TrainingLoss, build_likelihood
-from patchbayes.training.methods import patch_with_
-from patchbayes.training.optimizers import build_optimizer
-from patchbayes.training.patched_net import patched_net
-from patchbayes.training.schedule import learning_rate_factor
-from patchbayes.training.state import FORMAT
-from patchbayes.training.turns import hold_still_
+from patchbayes.errors import PatchbayesError
+from patchbayes.nets import mlp
+from patchbayes.objective import share_gradients_
+from patchbayes.patching.network import network_of
+from patchbayes.runs import TrainingConfig
+from patchbayes.runs.data_order import EpochBatches, num_steps
+from patchbayes.runs.held_out import held_out_scores
+from patchbayes.runs.loss import TrainingLoss, build_likelihood, build_optimizer
+from patchbayes.runs.network import patch_with_, patched_net, spreading_sites
+from patchbayes.runs.schedule import grow_spread_, hold_still_, learning_rate_factor
 
 
 def config(**settings):
@@ -181,6 +174,52 @@ def test_the_simplified_loss_is_the_nll_and_weight_decay_is_the_optimizer_s():
     assert kl == 0
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_where_gradients_are_shared_the_decay_of_patched_parameters_is_in_the_loss(optimizer):
+    """Else it would be added after sharing, unscaled, and move the point where training comes to rest."""
+    settings = {"method": "emp(3)", "objective": "simplified", "weight_decay": 0.2, "optimizer": optimizer}
+    gradients = {}
+    for sharing in (0.0, 0.5):
+        chosen = config(**settings, sharing=sharing)
+        loss = training_loss(**settings, sharing=sharing)
+        loss(X, Y)[0].backward()
+        gradients[sharing] = dict(loss.network.named_parameters())
+        groups = build_optimizer(chosen, loss.network, loss.likelihood).param_groups
+        decay = {group["name"].partition("_")[0]: group["weight_decay"] for group in groups}
+        assert decay == {"patched": 0.0 if sharing else 0.2, "shared": 0.2}
+    inside = {name for name in gradients[0.0] if ".patchbayes." in f".{name}"}
+    assert inside
+    for name, plain in gradients[0.0].items():
+        added = gradients[0.5][name].grad - (0 if plain.grad is None else plain.grad)
+        torch.testing.assert_close(added, 0.2 * plain.detach() if name in inside else torch.zeros_like(plain))
+
+
+def test_sharing_gradients_does_not_move_the_optimum():
+    """Linear regression with one patched layer: gradient descent with and without sharing ends in the same components."""
+    x, y = torch.randn(20, 3, generator=torch.Generator().manual_seed(0)).double(), torch.arange(20.0).double()[:, None]
+    ends = []
+    for sharing in (0.0, 0.5):
+        chosen = config(
+            method="linear: emp(2, jitter=0.5)", objective="simplified", weight_decay=0.2, sharing=sharing,
+            optimizer="sgd", lr=0.1, momentum=0.0,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        network = nn.Sequential(nn.Linear(3, 1)).double()
+        patch_with_(network, chosen.rules())
+        loss = TrainingLoss(network, pb.likelihoods.Gaussian(1.0), chosen, 20)
+        loss.draws = pb.Draws.enumerate(network)  # the expectation itself
+        optimizer = build_optimizer(chosen, network, loss.likelihood)
+        for _ in range(500):
+            optimizer.zero_grad()
+            loss(x, y)[0].backward()
+            if sharing:
+                share_gradients_(network, sharing)
+            optimizer.step()
+        posterior = pb.patched_sites(network)["0"].posterior
+        ends.append(torch.cat([posterior.component(k)["weight"] for k in range(2)]))
+    torch.testing.assert_close(ends[0], ends[1], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("method", ["vanilla", "ecmp"])
 def test_with_weight_decay_the_kl_leaves_the_shared_parameters_out(method):
     loss = training_loss(method=method, weight_decay=0.1)
@@ -195,7 +234,7 @@ def test_the_share_of_a_process_weighs_its_likelihood_only():
 
 
 def test_a_step_takes_every_member_of_an_ensemble():
-    loss = training_loss(method="ensemble", components=3)
+    loss = training_loss(method="ensemble(3)")
     draws = pb.Draws.enumerate(loss.network)
     outputs = pb.forward_draws(copy.deepcopy(loss.network), X, draws)
     torch.testing.assert_close(loss(X, Y)[1], pb.negative_elbo(outputs, Y, 0.0, num_data=40))
@@ -294,17 +333,24 @@ def test_default_sites_are_the_paper_s():
     def sites(method):
         return patched_net(config(method=method), 3, (4,))[1].sites
 
-    names = {method: [site.name for site in sites(method)] for method in ("ecmp", "dropout", "ensemble")}
-    assert names == {
+    methods = ("ecmp", "dropout(0.1)", "dropconnect(0.1)", "ensemble")
+    assert {method: [site.name for site in sites(method)] for method in methods} == {
         "ecmp": ["norm0", "norm1", "output"],
-        "dropout": ["norm0", "norm1"],
+        "dropout(0.1)": ["norm0", "norm1"],
+        "dropconnect(0.1)": ["hidden1", "output"],  # table 2: on weight matrices
         "ensemble": ["norm0", "hidden1", "norm1", "output"],
     }
 
 
+def test_rules_put_methods_on_several_kinds_of_layers():
+    network, _ = patched_net(config(method="norm: emp(3); output: dropout(0.1)"), 3, (4,))
+    labels = {name: site.method.label for name, site in pb.patched_sites(network).items()}
+    assert labels == {"norm0": "EMP(K=3)", "norm1": "EMP(K=3)", "output": "Dropout(0.1)"}
+
+
 def test_a_draw_for_each_example_is_taken_where_the_layer_allows():
     network = mlp(4, (6,), 3)
-    patch_with_(network, pb.ECMP(3, per_example=True), "norm+output", input_shape=(4,))
+    patch_with_(network, {"norm+output": pb.ECMP(3, per_example=True)}, input_shape=(4,))
     sites = pb.patched_sites(network)
     assert {name: site.method.per_example for name, site in sites.items()} == {
         "norm0": True,
@@ -312,10 +358,10 @@ def test_a_draw_for_each_example_is_taken_where_the_layer_allows():
         "output": False,
     }
     network = mlp(4, (6,), 3)
-    patch_with_(network, pb.ECMP(3, per_example=True), "norm")
+    patch_with_(network, {"norm": pb.ECMP(3, per_example=True)})
     assert list(pb.patched_sites(network)) == ["norm0", "norm1"]
     with pytest.raises(PatchbayesError, match='sites="output" has no norm layer'):
-        patch_with_(mlp(4), pb.ECMP(3, per_example=True), "output")
+        patch_with_(mlp(4), {"output": pb.ECMP(3, per_example=True)})
 
 
 def test_the_output_is_the_layer_that_runs_last():
@@ -328,10 +374,10 @@ def test_the_output_is_the_layer_that_runs_last():
             return self.last(self.first(x))
 
     network = Backwards()
-    patch_with_(network, pb.EMP(3), "output", input_shape=(4,))
+    patch_with_(network, {"output": pb.EMP(3)}, input_shape=(4,))
     assert list(pb.patched_sites(network)) == ["last"]
     network = Backwards()
-    patch_with_(network, pb.EMP(3), "output")
+    patch_with_(network, {"output": pb.EMP(3)})
     assert list(pb.patched_sites(network)) == ["first"]
 
 
@@ -340,7 +386,7 @@ def test_seed_and_precision_reach_the_patches():
         network = mlp(4, (6,), 3)
         with torch.no_grad():
             network.output.weight.fill_(1.0)
-        patch_with_(network, pb.EMP(3), "output", **options)
+        patch_with_(network, {"output": pb.EMP(3)}, **options)
         return network
 
     def weights(network):
@@ -351,38 +397,35 @@ def test_seed_and_precision_reach_the_patches():
     assert network_of(patched(precision=7.0)).prior.precisions("output") == (7.0, 7.0)
 
 
-# ---- jitter that grows
+# ---- a spread that grows
 
 
-def test_components_start_as_copies_and_end_apart():
-    chosen = config(method="ecmp", components=4, jitter=0.2, jitter_warmup=2.0, epochs=3)
+def test_components_start_together_and_end_as_far_apart_as_the_method_says():
+    chosen = config(method="ecmp(4, jitter=0.2)", jitter_warmup=2.0, epochs=3)
     network, _ = patched_net(chosen, 3, (4,))
-    site = pb.patched_sites(network)["output"]
-    stored = site.components("weight").detach()
-    start = stored.clone()
-    assert torch.equal(stored, stored[:1].expand_as(stored))
+    sites = spreading_sites(network)
+    assert len(sites) == 3
+    start = components(network)
     distances = []
     for step in range(15):
-        grow_jitter_(network, chosen, step, steps_per_epoch=5)
-        distances.append(float((stored[1:] - start[1:]).square().mean().sqrt()))
-    size = float(start[0].square().mean().sqrt())
-    assert torch.equal(stored[0], start[0])
-    assert distances[9:] == [distances[9]] * 6  # nothing more after two epochs of five steps
-    assert distances[4] == pytest.approx(distances[9] / 2, rel=1e-4)
-    assert distances[9] == pytest.approx(0.2 * size, rel=0.4)  # the root mean square of 54 normal numbers, times 0.2
-    assert not torch.equal(stored[1], stored[2])
+        grow_spread_(sites, 2.0, step, steps_per_epoch=5)
+        now = components(network)
+        torch.testing.assert_close(now.mean(0), start.mean(0))
+        distances.append(float((now - now.mean(0)).norm() / (start - start.mean(0)).norm()))
+    assert distances == pytest.approx([(step + 1) / 10 for step in range(10)] + [1.0] * 5, rel=1e-4)
+    torch.testing.assert_close(components(network), start)
 
 
-def test_the_jitter_that_grows_depends_on_the_seed_and_defaults_to_the_method_s():
-    def moved(**settings):
-        chosen = config(method="emp", jitter_warmup=1.0, **settings)
-        network, _ = patched_net(config(method="emp", jitter_warmup=1.0), 3, (4,))
-        grow_jitter_(network, chosen, 0, 1)
-        return pb.patched_sites(network)["output"].components("weight").detach()
+def components(network):
+    posterior = pb.patched_sites(network)["output"].posterior
+    return torch.stack([posterior.component(k)["weight"] for k in range(posterior.num_components)]).detach().clone()
 
-    assert torch.equal(moved(), moved(jitter=0.1))
-    assert not torch.equal(moved(), moved(jitter=0.2))
-    assert not torch.equal(moved(), moved(seed=1))
+
+def test_a_spread_that_cannot_grow_is_refused():
+    with pytest.raises(PatchbayesError, match="no patched layer has a spread that could grow"):
+        patched_net(config(method="dropout(0.1)", jitter_warmup=1.0), 3, (4,))
+    network, _ = patched_net(config(method="norm: dropout(0.1); output: emp(3)", jitter_warmup=1.0), 3, (4,))
+    assert [site.name for site in spreading_sites(network)] == ["output"]
 
 
 # ---- held-out scores
@@ -393,15 +436,22 @@ def test_held_out_scores_of_classes_are_those_of_the_averaged_prediction():
     network, _ = patched_net(config(method="ecmp"), 3, (3,))
     inputs, targets = next(dataset.batches(dataset.test, 10))
     prediction = pb.predict(network, inputs, 7)
-    scores = held_out_scores(network, dataset, dataset.test, pb.Categorical(), 7, 10)
+    scores = held_out_scores(network, dataset, dataset.test, pb.likelihoods.Categorical(), 7, 10)
     assert scores["held_out_nll"] == pytest.approx(
         -float(prediction.log_probs.gather(1, targets[:, None]).mean()), rel=1e-5
     )
     assert scores["held_out_accuracy"] == float((prediction.predicted_class == targets).double().mean())
-    assert held_out_scores(network, dataset, dataset.test, pb.Categorical(), 7, 3) == pytest.approx(scores, rel=1e-5)
-    assert held_out_scores(network, dataset, dataset.test, pb.Categorical(), 1, 10) != pytest.approx(scores, rel=1e-5)
+    assert held_out_scores(network, dataset, dataset.test, pb.likelihoods.Categorical(), 7, 3) == pytest.approx(
+        scores, rel=1e-5
+    )
+    assert held_out_scores(network, dataset, dataset.test, pb.likelihoods.Categorical(), 1, 10) != pytest.approx(
+        scores, rel=1e-5
+    )
     answers = iter([False, False, True])
-    assert held_out_scores(network, dataset, dataset.test, pb.Categorical(), 7, 3, lambda: next(answers)) is None
+    assert (
+        held_out_scores(network, dataset, dataset.test, pb.likelihoods.Categorical(), 7, 3, lambda: next(answers))
+        is None
+    )
 
 
 @pytest.mark.parametrize("method", ["vanilla", "ecmp"])
@@ -414,9 +464,9 @@ def test_held_out_scores_of_a_regression_are_in_the_targets_own_units(method):
         means = network.eval()(inputs).detach()[None]
         network.train()
     else:
-        means = pb.predict(network, inputs, 6, likelihood=pb.Gaussian(2.0), keep_draws=True).draw_means
+        means = pb.predict(network, inputs, 6, likelihood=pb.likelihoods.Gaussian(2.0), keep_draws=True).draw_means
     means = means.double() * torch.tensor([2.0, 4.0]) + torch.tensor([5.0, 6.0])
-    scores = held_out_scores(network, dataset, dataset.test, pb.Gaussian(2.0), 6, 4)
+    scores = held_out_scores(network, dataset, dataset.test, pb.likelihoods.Gaussian(2.0), 6, 4)
     assert scores["held_out_rmse"] == pytest.approx(float((means.mean(0) - raw).square().mean().sqrt()), rel=1e-5)
     noise = torch.tensor([2.0, 4.0], dtype=torch.float64) / math.sqrt(2)
     density = torch.distributions.Normal(means, noise).log_prob(raw.double()).sum(-1).logsumexp(0) - math.log(
@@ -424,124 +474,3 @@ def test_held_out_scores_of_a_regression_are_in_the_targets_own_units(method):
     )
     assert scores["held_out_nll"] == pytest.approx(-float(density.mean()), rel=1e-5)
     assert network.training
-
-
-# ---- ordinary checkpoints
-
-
-@pytest.fixture
-def network():
-    return small_cnn(1, 4, 8)
-
-
-def other_weights(network):
-    return {key: torch.full_like(value, 3) for key, value in network.state_dict().items()}
-
-
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        lambda state: state,
-        lambda state: {f"module.{key}": value for key, value in state.items()},
-        lambda state: {"state_dict": state, "epoch": 3},
-        lambda state: {"state_dict": {f"model.{key}": value for key, value in state.items()}, "best": 0.1},
-        lambda state: {"model": {"state_dict": state}},
-        lambda state: {f"module._orig_mod.{key}": value for key, value in state.items()},
-    ],
-    ids=["bare", "ddp", "state_dict", "lightning", "nested", "compiled"],
-)
-def test_state_dicts_in_their_usual_wrappings(network, tmp_path, wrap):
-    torch.save(wrap(other_weights(network)), tmp_path / "weights.pt")
-    load_ordinary_(network, tmp_path / "weights.pt")
-    assert all((value == 3).all() for value in network.state_dict().values())
-
-
-def test_safetensors_and_missing_counters_of_batches(network, tmp_path):
-    state = {key: value for key, value in other_weights(network).items() if "num_batches" not in key}
-    save_file({f"module.{key}": value for key, value in state.items()}, tmp_path / "weights.safetensors")
-    load_ordinary_(network, tmp_path / "weights.safetensors")
-    assert all((network.state_dict()[key] == 3).all() for key in state)
-
-
-def test_names_of_the_network_are_kept_though_they_look_like_a_wrapping(tmp_path):
-    network = nn.ModuleDict({"module": nn.Linear(2, 2)})
-    torch.save(other_weights(network), tmp_path / "weights.pt")
-    load_ordinary_(network, tmp_path / "weights.pt")
-    assert (network["module"].weight == 3).all()
-
-
-def test_a_mismatch_lists_what_does_not_fit_and_changes_nothing(network, tmp_path):
-    state = other_weights(network)
-    state["head.weight"] = state.pop("fc.weight")
-    state["conv1.weight"] = torch.zeros(16, 3, 3, 3)
-    torch.save(state, tmp_path / "weights.pt")
-    before = copy.deepcopy(network.state_dict())
-    with pytest.raises(CheckpointMismatch) as error:
-        load_ordinary_(network, tmp_path / "weights.pt")
-    for line in (
-        "missing in the file: fc.weight",
-        "not in the network: head.weight",
-        "conv1.weight: (16, 3, 3, 3) in the file, (16, 1, 3, 3) in the network",
-    ):
-        assert line in str(error.value)
-    assert all(torch.equal(value, before[key]) for key, value in network.state_dict().items())
-
-
-class Evil:
-    """Would run a command where a file with it is unpickled."""
-
-    def __reduce__(self):
-        return (print, ("unpickled",))
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda path: None, "there is no file"),
-        (lambda path: path.write_bytes(b"not a checkpoint"), "cannot be read as a checkpoint"),
-        (lambda path: path.write_bytes(b""), "cannot be read as a checkpoint"),
-        (lambda path: torch.save({"state_dict": Evil()}, path), "could run anything"),
-        (lambda path: torch.save(nn.Linear(2, 2), path), "could run anything"),
-        (lambda path: torch.save([torch.zeros(2)], path), "holds no state dict.*found was a list"),
-        (lambda path: torch.save({"epoch": 3}, path), "found was a mapping with the keys 'epoch'"),
-        (lambda path: torch.save({}, path), "found was an empty mapping"),
-    ],
-)
-def test_files_that_are_no_checkpoints(network, tmp_path, capsys, make, message):
-    make(tmp_path / "weights.pt")
-    with pytest.raises(CheckpointMismatch, match=message):
-        load_ordinary_(network, tmp_path / "weights.pt")
-    assert "unpickled" not in capsys.readouterr().out
-
-
-def test_broken_and_patched_safetensors_are_refused(network, tmp_path):
-    path = tmp_path / "weights.safetensors"
-    save_file(other_weights(network), path)
-    path.write_bytes(path.read_bytes()[:-5])
-    with pytest.raises(CheckpointMismatch, match="not a whole safetensors file"):
-        load_ordinary_(network, path)
-    patched = copy.deepcopy(network)
-    pb.patch_(patched, pb.EMP(2))
-    pb.save(patched, path, whole=True)
-    with pytest.raises(CheckpointMismatch, match="holds a patched network; an ordinary checkpoint is wanted"):
-        load_ordinary_(network, path)
-    with pytest.raises(CheckpointMismatch, match=r"is a folder.\n  do       give the file of the weights"):
-        load_ordinary_(network, tmp_path)
-    save_file({}, path, metadata={"patchbayes": json.dumps({"format": FORMAT})})
-    with pytest.raises(CheckpointMismatch, match=r"is the state of a training.\n  do       give the weights alone"):
-        load_ordinary_(network, path)
-
-
-def test_the_public_networks_load(data_dir):
-    """The weights that others trained on CIFAR-100."""
-    from patchbayes.nets.named import build_net
-
-    files = sorted((data_dir / "pretrained").glob("*resnet20*.safetensors"))
-    if not files:
-        pytest.skip("no pretrained networks there")
-    network = build_net("cifar_resnet20", 100, (3, 32, 32))
-    start = network.fc.weight.detach().clone()
-    load_ordinary_(network, files[0])
-    assert not torch.equal(network.fc.weight, start)
-    with pytest.raises(CheckpointMismatch, match="missing in the file"):
-        load_ordinary_(build_net("cifar_resnet56", 100, (3, 32, 32)), files[0])

@@ -1,11 +1,11 @@
 """Resuming: to the same bits, wherever a run was stopped; locks, full and read-only disks, changed configurations."""
 
 import contextlib
-import json
 import os
 import resource
 import signal
 import subprocess
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -13,12 +13,14 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from patchbayes.digests import described
 from patchbayes.errors import CheckpointMismatch, PatchbayesError
-from patchbayes.training import RunFolder, TrainingConfig, TrainingInterrupted, train
-from patchbayes.training import training as training_module
-from patchbayes.training.data_order import EpochBatches
-from patchbayes.training.lock import locked
-from test_training_run import rows_of, same, write_npz
+from patchbayes.runs import RunFolder, TrainingConfig, TrainingInterrupted, train
+from patchbayes.runs.data_order import EpochBatches
+from patchbayes.runs.writing import locked
+from small_runs import rows_of, same, write_npz
+
+training_module = import_module("patchbayes.runs.train")  # not the function of that name
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +48,7 @@ def assert_equal_runs(one: Path, other: Path) -> None:
 
 def progress_of(folder):
     with safe_open(folder / "last.safetensors", "pt") as file:
-        description = json.loads(file.metadata()["patchbayes"])
+        description = described(file.metadata(), str(folder))
     for row in description["progress"]["rows"]:
         row.pop("train_seconds")
     return description | {"progress": description["progress"] | {"seconds": None}}
@@ -74,12 +76,14 @@ def signal_at(epoch, step, number=signal.SIGTERM):
 CASES = {
     "ecmp": {},
     "vanilla-sgd": {"method": "vanilla", "optimizer": "sgd", "nesterov": True},
-    "emp-draws": {"method": "emp", "draws_per_step": 2, "per_example": True, "optimizer": "adamw", "weight_decay": 0.1},
-    "dropout": {"method": "dropout", "rate": 0.3, "objective": "simplified"},
+    "emp-draws": {"method": "emp(5, per_example=True)", "draws_per_step": 2, "optimizer": "adamw", "weight_decay": 0.1},
+    "dropout": {"method": "dropout(0.3)", "objective": "simplified"},
     "meanfield": {"method": "meanfield", "schedule": "step", "warmup": 1.0},
-    "ensemble": {"method": "ensemble", "components": 2, "optimizer": "sgd"},
+    "ensemble": {"method": "ensemble(2)", "optimizer": "sgd"},
     "jitter": {"jitter_warmup": 2.0, "patch_lr": 0.01},
     "turns": {"alternate": 0.67, "sharing": 0.2},
+    "shared-decay": {"sharing": 0.5, "objective": "simplified"},
+    "rules": {"method": "norm: emp(3); output: dropout(0.1)"},
     "bfloat16": {"precision": "bfloat16"},
     "rows": {"report_epochs": 2, "workers": 1},
 }
@@ -94,8 +98,9 @@ def test_sigterm_finishes_the_step_and_resuming_gives_the_same_bits(data, tmp_pa
     for epoch, step in steps:
         with signal_at(epoch, step), pytest.raises(TrainingInterrupted) as stop:
             train(chosen, tmp_path / "parts", resume=True)
-        assert f"epoch {epoch + 1} of 3, step {step + 1} of 3; all is saved.\n  do       go on with resume=True" in str(
-            stop.value
+        assert (
+            f"epoch {epoch + 1} of 3, step {step + 1} of 3; everything is saved.\n  do       go on with resume=True"
+            in str(stop.value)
         )
         assert stop.value.signal_number == signal.SIGTERM
         assert signal.getsignal(signal.SIGTERM) is before
@@ -182,7 +187,7 @@ def test_other_data_are_refused(data, tmp_path):
     with signal_at(0, 1), pytest.raises(TrainingInterrupted):
         train(config(tmp_path), tmp_path / "run")
     write_npz(tmp_path / "classes.npz", seed=1)
-    with pytest.raises(PatchbayesError, match=r"began otherwise:\n  - preparation was .*, and is now"):
+    with pytest.raises(PatchbayesError, match=r"started with different settings.\n  - preparation was .*, and is now"):
         train(config(tmp_path), tmp_path / "run", resume=True)
 
 
@@ -242,7 +247,7 @@ def test_tensorboard_forgets_what_is_done_again(data, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "damage", [lambda b: b[:-10], lambda b: b"", lambda b: b.replace(b"training-1", b"training-2")]
+    "damage", [lambda b: b[:-10], lambda b: b"", lambda b: b.replace(b"training-2", b"training-9")]
 )
 def test_a_damaged_state_is_an_error(data, tmp_path, damage):
     path = train(config(data), tmp_path / "run").path / "last.safetensors"
@@ -285,6 +290,17 @@ def test_a_folder_in_use_by_this_process_is_refused(data, tmp_path):
 
 
 # ---- disks
+
+
+def test_a_disk_that_is_full_at_the_start_is_named_and_nothing_is_left(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with pytest.raises(PatchbayesError, match=r"\.lock cannot be written"), locked(tmp_path / "run"):
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_file_that_cannot_be_written_whole_leaves_the_old_one(data, tmp_path):

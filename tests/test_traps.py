@@ -3,345 +3,20 @@
 import copy
 import gc
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 import patchbayes as pb
-from patchbayes.draws import network_of
 from patchbayes.errors import PatchbayesError
-from zoo import TiedLanguageModel, assert_same, snapshot
-
-
-class Net(nn.Module):
-    """A LayerNorm network with a `features` method, blocks that can be recomputed, and a loop of forward calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter = nn.Linear(3, 6)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6), nn.Tanh()) for _ in range(2))
-        self.head = nn.Linear(6, 3)
-        self.recompute: bool | None = None
-
-    def features(self, x: Tensor) -> Tensor:
-        x = self.enter(x)
-        for block in self.blocks:
-            x = x + (block(x) if self.recompute is None else checkpoint(block, x, use_reentrant=self.recompute))
-        return x
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.features(x))
-
-    def generate(self, x: Tensor, steps: int = 4) -> list[Tensor]:
-        outputs = []
-        for _ in range(steps):
-            x = self(x)
-            outputs.append(x)
-        return outputs
-
-
-X = torch.randn(7, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-METHODS = [
-    pb.EMP(4, jitter=1.0),
-    pb.ECMP(3, jitter=1.0),
-    pb.ECMP(2, sigma=0.3),
-    pb.MeanField(),
-    pb.Dropout(0.3),
-    pb.EMP(3, jitter=1.0, per_example=True),
-]
-
-
-def patched(method: pb.Mixture | None = None, sites: str = "norm") -> Net:
-    model = Net().double()
-    pb.patch_(model, method or pb.EMP(4, jitter=1.0), sites)
-    return model
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def assert_close(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        torch.testing.assert_close(value, other[name], rtol=1e-9, atol=1e-11, msg=name)
-
-
-# ---- a hook that closes over site objects: a deepcopy never redraws
-
-
-@pytest.mark.parametrize("method", METHODS, ids=lambda m: m.label)
-def test_deepcopy_redraws_and_does_so_independently(method):
-    model = patched(method)
-    model(X)
-    clone = copy.deepcopy(model)
-    ours, theirs = [model(X) for _ in range(4)], [clone(X) for _ in range(4)]
-    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-    assert any(not torch.equal(theirs[0], other) for other in theirs[1:])
-    fifth = clone(X)
-    assert torch.equal(model(X), fifth)
-
-
-def test_deepcopy_shares_nothing():
-    model = patched()
-    clone = copy.deepcopy(model)
-    before = snapshot(model)
-    for parameter in clone.parameters():
-        parameter.data.add_(1.0)
-    clone(X), clone(X)
-    assert_same(before, model)
-    sites = pb.patched_sites(clone)
-    assert all(site.module is clone.get_submodule(name) for name, site in sites.items())
-    assert all(site.network is network_of(clone) for site in sites.values())
-    assert network_of(clone) is not network_of(model)
-
-
-def test_unpatching_a_deepcopy_leaves_the_original_patched_and_whole():
-    for model, x in ((patched(sites="all"), X), (TiedLanguageModel(), torch.tensor([[1, 2]]))):
-        if not pb.is_patched(model):
-            pb.patch_(model, pb.ECMP(3), "all")
-        clone, before = copy.deepcopy(model), snapshot(model)
-        pb.unpatch_(clone)
-        assert_same(before, model)
-        model(x).sum().backward()
-        pb.unpatch_(model)
-        assert torch.equal(clone(x), model(x))
-
-
-# ---- calls that bypass the root's forward
-
-
-def test_a_call_that_bypasses_forward_raises_in_training_and_says_what_to_do():
-    model = patched()
-    with pytest.raises(PatchbayesError, match=r'"blocks.0.0"(.|\n)*patchbayes.drawn\(model\)'):
-        model.features(X)
-    with pytest.raises(PatchbayesError, match="outside a forward call"):
-        model.blocks[0](model.enter(X))
-    model(X)
-    with pytest.raises(PatchbayesError, match="outside a forward call"):
-        model.features(X)
-
-
-def test_a_call_that_bypasses_forward_works_under_drawn():
-    model = patched()
-    draws = pb.Draws.sample(model, 5)
-    for number in range(5):
-        with pb.drawn(model, draws[number]):
-            assert torch.equal(model.head(model.features(X)), model(X))
-
-
-def test_a_call_that_bypasses_forward_warns_in_evaluation():
-    model = patched().eval()
-    with pytest.warns(UserWarning, match="one random draw"):
-        model.features(X)
-
-
-def test_an_instance_forward_that_hides_the_networks_own_is_noticed():
-    model = patched()
-    model.forward = lambda x: model.head(model.features(x))
-    with pytest.raises(PatchbayesError, match="outside a forward call"):
-        model(X)
-
-
-def test_a_generating_loop_holds_one_draw_under_drawn_and_not_otherwise():
-    model = patched(pb.EMP(50))
-    seen: list[Tensor] = []
-    model.blocks[0][0].register_forward_hook(lambda module, *_: seen.append(module.weight.detach().clone()))
-    model.generate(X)
-    assert len({tuple(w.tolist()) for w in seen}) > 1
-    seen.clear()
-    with pb.drawn(model):
-        model.generate(X)
-    assert len(seen) == 4
-    assert len({tuple(w.tolist()) for w in seen}) == 1
-    with pb.drawn(model):
-        model.generate(X)
-    assert len({tuple(w.tolist()) for w in seen}) == 2
-
-
-def test_drawn_blocks_nest_and_end_also_after_an_error():
-    model = patched(pb.EMP(50))
-    one, two = pb.Draws.sample(model, 2)
-    with pb.drawn(model, one):
-        first = model(X)
-        with pb.drawn(model, two):
-            assert not torch.equal(model(X), first)
-        assert torch.equal(model(X), first)
-        with pytest.raises(RuntimeError), pb.drawn(model, two):
-            raise RuntimeError
-        assert torch.equal(model(X), first)
-    with pytest.raises(PatchbayesError, match="outside a forward call"):
-        model.features(X)
-
-
-def test_drawn_without_draws_advances_the_networks_own_generator():
-    model = patched()
-    clone = copy.deepcopy(model)
-    with pb.drawn(model):
-        inside = model(X), model(X)
-    assert torch.equal(inside[0], inside[1])
-    assert torch.equal(inside[0], clone(X))
-    assert torch.equal(model(X), clone(X))
-
-
-def test_an_old_evaluation_loop_is_warned_once():
-    model = patched().eval()
-    with pytest.warns(UserWarning, match=r"patchbayes.predict(.|\n)*Predictor") as record:
-        model(X), model(X)
-    assert len(record) == 1
-
-
-def test_training_and_prediction_do_not_warn(recwarn):
-    model = patched()
-    model(X)
-    pb.predict(model, X, 3)
-    model.eval()
-    pb.predict(model, X, 3)
-    with pb.drawn(model):
-        model(X)
-    assert not recwarn.list
-
-
-# ---- two forwards before one backward, and activation checkpointing
-
-
-def reference_gradients(model: Net, weights: list[Tensor]) -> dict[str, Tensor]:
-    """Gradients of sum_i (output_i * weights_i), a backward after every forward."""
-    clone = copy.deepcopy(model)
-    clone.recompute = None
-    for weight in weights:
-        (clone(X) * weight).sum().backward()
-    return gradients(clone)
-
-
-WEIGHTS = [torch.randn(7, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in range(3)]
-
-
-@pytest.mark.parametrize("method", METHODS, ids=lambda m: m.label)
-def test_two_forwards_before_one_backward_give_each_its_own_component(method):
-    model = patched(method)
-    expected = reference_gradients(model, WEIGHTS)
-    outputs = [model(X) for _ in WEIGHTS]
-    assert len({output[0, 0].item() for output in outputs}) > 1
-    sum((output * weight).sum() for output, weight in zip(outputs, WEIGHTS, strict=True)).backward()
-    assert_close(gradients(model), expected)
-
-
-@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-@pytest.mark.parametrize("method", METHODS, ids=lambda m: m.label)
-def test_activation_checkpointing_recomputes_with_the_draw_of_the_forward(method, reentrant):
-    model = patched(method)
-    expected = reference_gradients(model, WEIGHTS)
-    model.recompute = reentrant
-    outputs = [model(X) for _ in WEIGHTS]
-    for output, weight in reversed(list(zip(outputs, WEIGHTS, strict=True))[1:]):
-        (output * weight).sum().backward()
-    (outputs[0] * WEIGHTS[0]).sum().backward()
-    assert_close(gradients(model), expected)
-
-
-@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-def test_activation_checkpointing_of_several_forwards_in_one_backward(reentrant):
-    model = patched()
-    expected = reference_gradients(model, WEIGHTS)
-    model.recompute = reentrant
-    outputs = [model(X) for _ in WEIGHTS]
-    sum((output * weight).sum() for output, weight in zip(outputs, WEIGHTS, strict=True)).backward()
-    assert_close(gradients(model), expected)
-
-
-def test_activation_checkpointing_with_several_draws_of_forward_draws():
-    model = patched()
-    draws = pb.Draws.enumerate(model)
-    pb.forward_draws(model, X, draws).square().sum().backward()
-    expected = gradients(model)
-    model.zero_grad()
-    model.recompute = False
-    pb.forward_draws(model, X, draws).square().sum().backward()
-    assert_close(gradients(model), expected)
-
-
-def test_checkpointing_the_whole_patched_network_recomputes_the_same_draw():
-    model = patched()
-    expected = reference_gradients(model, WEIGHTS)
-    outputs = [checkpoint(model, X, use_reentrant=False) for _ in WEIGHTS]
-    sum((output * weight).sum() for output, weight in zip(outputs, WEIGHTS, strict=True)).backward()
-    assert_close(gradients(model), expected)
-    assert network_of(model).generator[1] == len(WEIGHTS)
-
-
-def test_reentrant_checkpointing_of_the_whole_network_is_refused_outside_drawn():
-    model = patched()
-    x = X.clone().requires_grad_()
-    outputs = checkpoint(model, x, use_reentrant=True), checkpoint(model, x, use_reentrant=True)
-    with pytest.raises(PatchbayesError, match=r"use_reentrant=False(.|\n)*patchbayes.drawn\(model\)"):
-        (outputs[0] + outputs[1]).sum().backward()
-    model.zero_grad()
-    draws = pb.Draws.sample(model, 1)
-    with pb.drawn(model, draws):
-        checkpoint(model, x, use_reentrant=True).square().sum().backward()
-    found = gradients(model)
-    model.zero_grad()
-    with pb.drawn(model, draws):
-        model(x).square().sum().backward()
-    assert_close(found, gradients(model))
-
-
-@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-def test_checkpointing_a_bypass_needs_backward_inside_drawn(reentrant):
-    model = patched()
-    model.recompute = reentrant
-    one, two = pb.Draws.sample(model, 2)
-    with pb.drawn(model, one):
-        features = model.features(X)
-    with pytest.raises(PatchbayesError, match=r"(?s)the draw of its forward is not known.*drawn\(model\)"):
-        features.sum().backward()
-    model.zero_grad()
-    with pb.drawn(model, two):
-        model.features(X).square().sum().backward()
-    found = gradients(model)
-    model.zero_grad()
-    model.recompute = None
-    with pb.drawn(model, two):
-        features = model.features(X)
-    features.square().sum().backward()
-    assert_close(found, gradients(model))
-
-
-def test_a_backward_inside_a_drawn_block_does_not_change_the_held_draw():
-    model = patched(pb.EMP(50))
-    earlier = model(X)
-    draws = pb.Draws.sample(model, 1)
-    with pb.drawn(model, draws):
-        expected = model.features(X)
-        earlier.sum().backward()
-        assert torch.equal(model.features(X), expected)
-
-
-def test_checkpointing_works_when_the_output_is_no_tensor():
-    class Output:
-        def __init__(self, logits: Tensor) -> None:
-            self.logits = logits
-
-    class Wrapped(Net):
-        def forward(self, x: Tensor) -> Any:
-            return Output(super().forward(x))
-
-    model = Wrapped().double()
-    pb.patch_(model, pb.EMP(4, jitter=1.0), "norm")
-    clone = copy.deepcopy(model)
-    for weight in WEIGHTS:
-        (clone(X).logits * weight).sum().backward()
-    model.recompute = False
-    outputs = [model(X).logits for _ in WEIGHTS]
-    sum((output * weight).sum() for output, weight in zip(outputs, WEIGHTS, strict=True)).backward()
-    assert_close(gradients(model), gradients(clone))
-
+from patchbayes.patching.frames import last_draw
+from patchbayes.patching.network import network_of
+from stored import components, gradient, mean_field
+from trap_network import Net, X, assert_close, gradients, patched
+from zoo import TiedLanguageModel, snapshot
 
 # ---- tied weights: the embedding suddenly has shape (K, ...)
 
@@ -382,7 +57,9 @@ def test_an_optimizer_made_before_patching_trains_the_components(name):
     before = snapshot(model)["state"]
     step(model, optimizer)
     after = model.state_dict()
-    assert all(not torch.equal(after[key], value) for key, value in before if "original" in key)
+    components = [(key, value) for key, value in before if "patchbayes.components" in key]
+    assert len(components) == 4
+    assert all(not torch.equal(after[key], value) for key, value in components)
 
 
 @pytest.mark.parametrize("name", [n for n in OPTIMIZERS if n != "SGD"])
@@ -394,7 +71,7 @@ def test_an_optimizer_that_stepped_before_patching_is_refused(name):
     model(X).square().sum().backward()
     before = snapshot(model)["state"]
     with pytest.raises(
-        PatchbayesError, match=r"before patch_(.|\n)*\(6,\)(.|\n)*\(3, 6\)(.|\n)*make the optimizer anew"
+        PatchbayesError, match=r"before patch_(.|\n)*\(6,\)(.|\n)*\(18,\)(.|\n)*make the optimizer anew"
     ):
         optimizer.step()
     assert all(torch.equal(model.state_dict()[key], value) for key, value in before)
@@ -430,18 +107,24 @@ def test_initialization_of_a_drawn_weight_is_lost_and_through_components_it_is_n
     assert torch.equal(stored, before)
     for number, component in enumerate(stored):
         nn.init.constant_(component, float(number))
-    assert stored[:, 0].tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert components(model, "blocks.0.0")[:, 0].tolist() == [0.0, 1.0, 2.0, 3.0]
     seen = set()
+    norm.register_forward_hook(lambda module, *_: seen.add(module.weight[0].item()))
     for _ in range(60):
         model(X)
-        seen.add(norm.weight[0].item())
     assert seen == {0.0, 1.0, 2.0, 3.0}
+    assert norm.weight[0].item() == 1.5  # outside of a call, the mean
 
 
 def test_assigning_a_weight_gives_every_component_that_value():
     model = patched()
+    bias = components(model, "blocks.0.0", "bias").clone()
     model.blocks[0][0].weight = torch.full((6,), 5.0, dtype=torch.float64)
-    assert (pb.patched_sites(model)["blocks.0.0"].components("weight") == 5).all()
+    assert (components(model, "blocks.0.0") == 5).all()
+    assert torch.equal(components(model, "blocks.0.0", "bias"), bias)
+    with pytest.raises(PatchbayesError, match=r'"blocks.0.0.weight".*\(6,\).*got \(5,\)'):
+        model.blocks[0][0].weight = torch.zeros(5, dtype=torch.float64)
+    assert (components(model, "blocks.0.0") == 5).all()
 
 
 # ---- batch-norm statistics per component lose their updates
@@ -451,12 +134,12 @@ def test_statistics_of_the_drawn_component_are_updated_and_no_others():
     model = nn.Sequential(nn.BatchNorm1d(3)).double()
     pb.patch_(model, pb.EMP(3, statistics="per_component"), "norm")
     for number in range(3):
-        with pb.drawn(model, pb.Draws.enumerate(model)[number]):
-            before = model[0].component_running_mean.clone()
+        with pb.use_draw(model, pb.Draws.enumerate(model)[number]):
+            before = model[0].patchbayes.running_mean.clone()
             model(X)
-            changed = (model[0].component_running_mean != before).any(1).tolist()
+            changed = (model[0].patchbayes.running_mean != before).any(1).tolist()
             assert changed == [k == number for k in range(3)]
-    torch.testing.assert_close(model[0].component_running_mean, 0.1 * X.mean(0).expand(3, 3))
+    torch.testing.assert_close(model[0].patchbayes.running_mean, 0.1 * X.mean(0).expand(3, 3))
 
 
 # ---- a draw for each example: batch_norm and layer_norm refuse a per-example affine
@@ -488,10 +171,10 @@ def test_which_optimizers_move_components_that_were_not_drawn(name, moves):
     assert first.assignments().tolist() == [[0, 0]]
     assert second.assignments().tolist() == [[1, 1]]
     optimizer = OPTIMIZERS[name](model.parameters())
-    with pb.drawn(model, first):
+    with pb.use_draw(model, first):
         step(model, optimizer)
     before = stored.detach().clone()
-    with pb.drawn(model, second):
+    with pb.use_draw(model, second):
         step(model, optimizer)
     assert not torch.equal(stored[1], before[1])
     assert torch.equal(stored[0], before[0]) is not moves
@@ -561,7 +244,7 @@ def ddp_work(rank: int, folder: Path) -> None:
     wrapped(x).square().sum().backward()
     record = {f"local.{name}": gradient for name, gradient in gradients(alone).items()}
     record |= {f"averaged.{name}": gradient for name, gradient in gradients(model).items()}
-    record["indices"] = network_of(model).current.indices.clone()
+    record["indices"] = last_draw(network_of(model)).indices.clone()
     record["generator"] = network_of(model).generator.clone()
     optimizer.step()
     record |= {f"weights.{name}": p.detach().clone() for name, p in model.named_parameters()}
@@ -576,7 +259,7 @@ def test_ddp_on_two_processes_draws_differently_and_averages_gradients(tmp_path)
     assert zero["generator"][0] == one["generator"][0]
     assert [int(record["generator"][1]) for record in (zero, one)] == [1, 2]
     names = [key.removeprefix("local.") for key in zero if key.startswith("local.")]
-    assert "blocks.0.0.parametrizations.weight.original" in names
+    assert "blocks.0.0.patchbayes.components.weight" in names
     for name in names:
         mean = (zero[f"local.{name}"] + one[f"local.{name}"]) / 2
         torch.testing.assert_close(zero[f"averaged.{name}"], mean, rtol=1e-10, atol=1e-12)
@@ -591,7 +274,7 @@ def test_the_rank_is_part_of_the_seed(one_process, monkeypatch):
     model(X)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda *_: 1)
     clone(X)
-    assert not torch.equal(network_of(model).current.indices, network_of(clone).current.indices)
+    assert not torch.equal(last_draw(network_of(model)).indices, last_draw(network_of(clone)).indices)
     assert torch.equal(network_of(model).generator, network_of(clone).generator)
 
 
@@ -602,9 +285,9 @@ def test_functional_call_takes_given_parameters():
     model = patched(pb.EMP(2), "norm+output")
     draws = pb.Draws.sample(model, 1)
     values = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
-    values["head.parametrizations.bias.original"] = torch.full((2, 3), 4.0, dtype=torch.float64)
+    values["head.patchbayes.components.bias"] = torch.full((6,), 4.0, dtype=torch.float64)
     before = snapshot(model)["state"]
-    with pb.drawn(model, draws):
+    with pb.use_draw(model, draws):
         assert (torch.func.functional_call(model, values, (X,)) == 4).all()
         own = dict(model.named_parameters())
         assert torch.equal(torch.func.functional_call(model, own, (X,)), model(X))
@@ -627,7 +310,7 @@ def test_vmap_over_realized_draws_equals_the_loop_in_eval_mode(method):
     weights = {
         f"{name}.{parameter}": value
         for name, site in pb.patched_sites(model).items()
-        for parameter, value in site.posterior.realize(site.posterior.draw(draws)).items()
+        for parameter, value in site.realize(draws).items()
     }
     assert {value.shape[0] for value in weights.values()} == {6}
     together = torch.func.vmap(lambda w: torch.func.functional_call(plain, w, (X,)))(weights)
@@ -663,14 +346,19 @@ def test_an_ordinary_checkpoint_loads_strictly_and_starts_the_components_anew(me
     assert not result.unexpected_keys
     assert list(ordinary) == list(source.state_dict())
     assert torch.equal(network_of(model).generator, generator)
-    stored = pb.patched_sites(model)["3"].components("weight")
-    if isinstance(method, pb.Mixture) and not method.zero:
+    if isinstance(method, pb.MeanField):
+        mean, before_softplus = mean_field(model, "3")
+        assert torch.equal(mean, source[3].weight)
+        size = F.softplus(before_softplus) / source[3].weight.detach().square().mean().sqrt()
+        torch.testing.assert_close(size, torch.full_like(size, method.scale))
+    if isinstance(method, pb.posteriors.Mixture) and not method.zero:
+        stored = components(model, "3")
         assert torch.equal(stored[0], source[3].weight)
         weight = source[3].weight.detach()
         size = (stored.detach()[1:] - weight).square().mean().sqrt() / weight.square().mean().sqrt()
         assert float(size) == pytest.approx(method.jitter, rel=0.8)
     if method.config().get("statistics") == "per_component":
-        assert torch.equal(model[1].component_running_mean, source[1].running_mean.expand(3, 4))
+        assert torch.equal(model[1].patchbayes.running_mean, source[1].running_mean.expand(3, 4))
     pb.unpatch_(model)
     assert all(torch.equal(value, model.state_dict()[key]) for key, value in ordinary.items())
 
@@ -679,7 +367,7 @@ def test_a_strict_load_still_misses_what_is_missing():
     model = patched(sites="norm+output")
     ordinary = Net().double().state_dict()
     del ordinary["head.bias"]
-    with pytest.raises(RuntimeError, match=r"head.parametrizations.bias.original"):
+    with pytest.raises(RuntimeError, match=r"head.patchbayes.components.bias"):
         model.load_state_dict(ordinary)
     with pytest.raises(RuntimeError, match="extra"):
         model.load_state_dict({**Net().double().state_dict(), "extra": torch.zeros(())})
@@ -689,8 +377,9 @@ def test_an_ordinary_checkpoint_loads_through_a_wrapper_and_into_tied_weights():
     model, source = TiedLanguageModel(), TiedLanguageModel()
     pb.patch_(model, pb.ECMP(3), "norm+output")
     nn.Sequential(model).load_state_dict({f"0.{key}": value for key, value in source.state_dict().items()})
-    assert model.embedding.parametrizations.weight.original is model.decoder.parametrizations.weight.original
-    assert torch.equal(pb.patched_sites(model)["decoder"].components("weight")[0], source.decoder.weight)
+    assert "weight" not in model.embedding._parameters
+    assert torch.equal(model.embedding.weight, model.decoder.weight)
+    assert torch.equal(components(model, "decoder")[0], source.decoder.weight)
 
 
 def test_a_patched_state_dict_goes_round_with_the_generator():
@@ -706,12 +395,11 @@ def test_a_patched_state_dict_goes_round_with_the_generator():
 
 def test_tie_network_trains_one_member_in_a_step_and_all_of_them_by_enumeration():
     model = patched(pb.Ensemble(3), "all")
-    stored = pb.patched_sites(model)["head"].components("weight")
     model(X).square().sum().backward()
-    assert int(stored.grad.abs().flatten(1).amax(1).gt(0).sum()) == 1
+    assert int(gradient(model, "head").abs().flatten(1).amax(1).gt(0).sum()) == 1
     model.zero_grad()
     pb.forward_draws(model, X, pb.Draws.enumerate(model)).square().sum().backward()
-    assert int(stored.grad.abs().flatten(1).amax(1).gt(0).sum()) == 3
+    assert int(gradient(model, "head").abs().flatten(1).amax(1).gt(0).sum()) == 3
 
 
 @pytest.mark.parametrize("name", ["SGD", "SGD with momentum", "Adam"])

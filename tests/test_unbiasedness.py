@@ -16,6 +16,7 @@ from torch import nn
 import patchbayes as pb
 from reference import family, mlp
 from statistics_helper import assert_frequencies
+from stored import stored_values
 
 LAYERS = ("0", "1", "3")
 UNITS = {
@@ -47,11 +48,11 @@ SCHEMES = {
     ),
     "DropConnect": Scheme({"3": pb.DropConnect(0.3)}, {"3": ("element", (0.7, 0.3), False)}),
     "dropout of columns": Scheme(
-        {"linear": pb.Mixture(components=1, tie="unit", zero=True, probabilities=(0.8, 0.2))},
+        {"linear": pb.posteriors.Mixture(components=1, tie="unit", zero=True, probabilities=(0.8, 0.2))},
         dict.fromkeys(("0", "3"), ("unit", (0.8, 0.2), False)),
     ),
     "columns of two components": Scheme(
-        {"linear": pb.Mixture(components=2, tie="unit")}, dict.fromkeys(("0", "3"), ("unit", HALVES, True))
+        {"linear": pb.posteriors.Mixture(components=2, tie="unit")}, dict.fromkeys(("0", "3"), ("unit", HALVES, True))
     ),
     "Ensemble": Scheme({"all": pb.Ensemble(3)}, dict.fromkeys(LAYERS, ("network", THIRDS, True))),
     "Ensemble, unequal p": Scheme(
@@ -61,7 +62,7 @@ SCHEMES = {
         {
             "norm": pb.EMP(3),
             "output": pb.DropConnect(0.4),
-            "0": pb.Mixture(components=1, tie="unit", zero=True, probabilities=(0.9, 0.1)),
+            "0": pb.posteriors.Mixture(components=1, tie="unit", zero=True, probabilities=(0.9, 0.1)),
         },
         {"1": ("site", THIRDS, True), "3": ("element", (0.6, 0.4), False), "0": ("unit", (0.9, 0.1), False)},
     ),
@@ -90,7 +91,6 @@ class Reference:
         self.settings = settings
         self.parameters: dict[str, dict[str, family.Parameter]] = {}
         self.probabilities: list[tuple[float, ...]] = []
-        sites = pb.patched_sites(model)
         for layer in LAYERS:
             mixed = {}
             if layer in scheme.sites:
@@ -101,10 +101,7 @@ class Reference:
                 self.probabilities += [p] * (following - len(self.probabilities))
             self.parameters[layer] = {}
             for name in ("weight", "bias"):
-                stored = (
-                    sites[layer].components(name) if layer in sites else getattr(model[int(layer)], name)
-                ).detach()
-                values = stored.numpy() if name in mixed else stored.numpy()[None]
+                values = stored_values(model, layer, name)
                 self.parameters[layer][name] = family.Parameter(values, mixed.get(name))
 
     def network(self, z: np.ndarray) -> list[mlp.Layer]:
@@ -154,11 +151,11 @@ def regression(output):
 
 def classification_in_torch(outputs: torch.Tensor) -> torch.Tensor:
     """(S,) log-likelihoods of outputs (S, B, C)."""
-    return pb.Categorical().log_prob(outputs, torch.tensor(CLASSES)).mean(1)
+    return pb.likelihoods.Categorical().log_prob(outputs, torch.tensor(CLASSES)).mean(1)
 
 
 def regression_in_torch(outputs: torch.Tensor) -> torch.Tensor:
-    return pb.Gaussian(1.7).log_prob(outputs, torch.from_numpy(Y)).mean(1)
+    return pb.likelihoods.Gaussian(1.7).log_prob(outputs, torch.from_numpy(Y)).mean(1)
 
 
 LIKELIHOODS = {
@@ -167,17 +164,19 @@ LIKELIHOODS = {
 }
 
 
-def components_of(model: nn.Sequential) -> dict[tuple[str, str], torch.Tensor]:
-    sites = pb.patched_sites(model)
-    return {
-        (layer, name): sites[layer].components(name) if layer in sites else getattr(model[int(layer)], name)
-        for layer in LAYERS
-        for name in ("weight", "bias")
-    }
+def parameters_of(model: nn.Sequential) -> dict[tuple[str, str], nn.Parameter]:
+    """What is stored for each parameter, in whatever shape."""
+    found = {}
+    for layer in LAYERS:
+        own = pb.patched_sites(model)[layer].parameters() if layer in pb.patched_sites(model) else {}
+        own = own or dict(model[int(layer)].named_parameters())
+        found |= {(layer, name.rpartition(".")[2]): parameter for name, parameter in own.items()}
+    assert len(found) == 2 * len(LAYERS)
+    return found
 
 
 def assert_gradients(model: nn.Sequential, expected: dict[tuple[str, str], np.ndarray]) -> None:
-    for key, tensor in components_of(model).items():
+    for key, tensor in parameters_of(model).items():
         np.testing.assert_allclose(tensor.grad, expected[key].reshape(tensor.shape), rtol=1e-10, atol=1e-10)
     assert sum(np.abs(gradient).max() > 1e-4 for gradient in expected.values()) >= 5  # all but a bias before batch norm
 
@@ -193,7 +192,7 @@ def test_value_and_gradient_of_single_draws_average_to_the_exact_expectation(sch
     draws = pb.Draws.enumerate(model)
     x, value = torch.from_numpy(X), 0.0
     for one, weight in zip(draws, draws.weights, strict=True):
-        with pb.drawn(model, one):
+        with pb.use_draw(model, one):
             log_likelihood = by_torch(model(x)[None])[0]
         (weight * log_likelihood).backward()
         value += (weight * log_likelihood).item()
@@ -235,7 +234,7 @@ def test_the_negative_elbo_of_all_draws_is_the_exact_one():
     outputs = pb.forward_draws(model, torch.from_numpy(X), pb.Draws.enumerate(model))
     ours = pb.negative_elbo(outputs, torch.tensor(CLASSES), pb.kl(model), num_data=70)
     expected, _ = Reference(model, SCHEMES["EMP"], settings).expectation(X, classification)
-    squares = sum(float((t.detach() ** 2).sum()) for t in components_of(model).values())
+    squares = sum(float((t.detach() ** 2).sum()) for t in parameters_of(model).values())
     assert ours.item() == pytest.approx(-expected + 0.5 * squares / 3 / 70, rel=1e-10)
 
 

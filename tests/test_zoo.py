@@ -17,7 +17,7 @@ METHODS = {
     "EMP with statistics": pb.EMP(2, statistics="per_component"),
     "Dropout": pb.Dropout(0.2),
     "DropConnect": pb.DropConnect(0.2),
-    "units": pb.Mixture(components=2, tie="unit", zero=True),
+    "units": pb.posteriors.Mixture(components=2, tie="unit", zero=True),
     "Ensemble": pb.Ensemble(2),
     "MeanField": pb.MeanField(),
     "sigma": pb.EMP(2, sigma=0.05),
@@ -30,6 +30,14 @@ def sites_for(name: str, method: str) -> str:
     if method == "Dropout" and entry.sites == "all":
         return "norm+output"
     return "all" if method == "Ensemble" else entry.sites
+
+
+@pytest.fixture(autouse=True)
+def unfused_encoders():
+    """The fused kernel of `nn.TransformerEncoderLayer`, which no patched encoder uses, rounds otherwise than its layers."""
+    torch.backends.mha.set_fastpath_enabled(False)
+    yield
+    torch.backends.mha.set_fastpath_enabled(True)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -69,7 +77,7 @@ def test_patch_train_predict_save_load_unpatch(name, method, tmp_path):
     assert torch.equal(entry.predict(shared, inputs, draws).probs, prediction.probs)
     assert list(shared.state_dict()) == list(model.state_dict())
     for key, value in model.state_dict().items():
-        if ("running" not in key and "num_batches" not in key) or "component_" in key:
+        if ("running" not in key and "num_batches" not in key) or "patchbayes." in key:
             assert torch.equal(shared.state_dict()[key], value), key
 
     pb.save(model, path, whole=True)
@@ -93,8 +101,8 @@ def test_the_contract_holds(name, method):
     before = snapshot(model)
     contract = pb.check_patchable(model, entry.inputs(), METHODS[method], sites_for(name, method))
     assert contract, str(contract)
-    assert len(contract.checks) == 11
-    assert str(contract).startswith(f"{type(model).__name__}: 11 of 11 promises hold")
+    assert len(contract.checks) == 12
+    assert str(contract).startswith(f"{type(model).__name__}: 12 of 12 promises hold")
     assert_same(before, model)
 
 
@@ -108,11 +116,12 @@ def test_one_component_is_bitwise_the_network(name):
     one, other = entry.logits(model, inputs), entry.logits(plain, inputs)
     assert torch.equal(one, other)
     one.square().sum().backward(), other.square().sum().backward()
-    ours = {name.replace("parametrizations.", "").removesuffix(".original"): p for name, p in model.named_parameters()}
+    ours = {name.replace("patchbayes.components.", ""): p for name, p in model.named_parameters()}
+    assert len([key for key in ours if key in dict(plain.named_parameters())]) == len(list(plain.parameters()))
     for key, parameter in plain.named_parameters():
         if parameter.grad is not None:
             assert torch.equal(ours[key].grad.reshape(parameter.shape), parameter.grad), key
-    with torch.no_grad(), pb.drawn(model, pb.Draws.sample(model, 1)):
+    with torch.no_grad(), pb.use_draw(model, pb.Draws.sample(model, 1)):
         assert torch.equal(entry.logits(model.eval(), inputs), entry.logits(plain.eval(), inputs))
 
 
@@ -127,7 +136,7 @@ def test_equal_components_make_the_draw_irrelevant(name):
     with torch.no_grad():
         expected = entry.logits(plain.eval(), inputs)
         for draw in draws:
-            with pb.drawn(model.eval(), draw):
+            with pb.use_draw(model.eval(), draw):
                 assert torch.equal(entry.logits(model, inputs), expected)
 
 
@@ -239,7 +248,7 @@ def test_a_transformer_draws_alike_in_train_and_eval_mode(method):
     pb.patch_(model, METHODS[method], "norm+linear")
     tokens = ZOO["transformer"].inputs()
     for draw in pb.Draws.sample(model, 3):
-        with torch.no_grad(), pb.drawn(model, draw):
+        with torch.no_grad(), pb.use_draw(model, draw):
             torch.testing.assert_close(model.train()(tokens), model.eval()(tokens), rtol=1e-5, atol=1e-5)
 
 
@@ -250,7 +259,7 @@ def test_attention_that_reads_its_projections_directly_gets_the_drawn_ones(gener
     assert list(pb.patched_sites(model)) == ["", "out_proj"]
     x = torch.randn(2, 3, 8, generator=generator)
     draws = pb.Draws.sample(model, 1)
-    with pb.drawn(model, draws):
+    with pb.use_draw(model, draws):
         output, _ = model(x, x, x)
     pb.unpatch_(model, draws)
     assert torch.equal(model(x, x, x)[0], output)
@@ -301,3 +310,18 @@ def test_check_patchable_says_what_fails():
     contract = pb.check_patchable(nn.Sequential(nn.ReLU()), torch.zeros(4, 3))
     assert [check.holds for check in contract.checks] == [True, False]
     assert "NothingToPatch" in str(contract)
+
+
+def test_the_contract_compares_encoders_without_their_fused_kernel(monkeypatch):
+    fused = []
+    kernel = torch._transformer_encoder_layer_fwd
+    monkeypatch.setattr(torch, "_transformer_encoder_layer_fwd", lambda *a, **k: fused.append(1) or kernel(*a, **k))
+    entry = ZOO["transformer"]
+    torch.backends.mha.set_fastpath_enabled(True)
+    with torch.no_grad():
+        entry.build().eval()(entry.inputs())
+    assert fused, "this test needs an encoder that takes the fused kernel when it is not patched"
+    fused.clear()
+    assert pb.check_patchable(entry.build(), entry.inputs(), pb.ECMP(), entry.sites)
+    assert not fused
+    assert torch.backends.mha.get_fastpath_enabled()

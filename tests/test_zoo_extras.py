@@ -95,6 +95,7 @@ TIMM = {
     "mobilenetv3_small_050": ({}, "BatchNormAct2d", "classifier"),
     "mobilevit_xxs": ({}, "LayerNorm", "head.fc"),
 }
+SHIFTED = ("swin_tiny_patch4_window7_224", {"img_size": 32, "window_size": 4, "depths": (1, 1, 1, 1), "embed_dim": 24})
 METHODS = {"EMP": pb.EMP(3), "ECMP": pb.ECMP(3), "Dropout": pb.Dropout(0.1), "MeanField": pb.MeanField()}
 
 
@@ -109,7 +110,8 @@ def build_timm(name: str, seed: int = 0) -> nn.Module:
     timm = pytest.importorskip("timm")
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return timm.create_model(name, pretrained=False, num_classes=3, **TIMM[name][0])
+        options = dict([SHIFTED]).get(name) or TIMM[name][0]
+        return timm.create_model(name, pretrained=False, num_classes=3, **options)
 
 
 def logits(model: nn.Module, inputs: Any) -> Tensor:
@@ -174,6 +176,31 @@ def test_the_contract_holds_for_timm(name):
     assert contract, str(contract)
 
 
+ENGINE_METHODS = {
+    "EMP": pb.EMP(3, jitter=0.5),
+    "ECMP": pb.ECMP(3, jitter=0.5),
+    "Dropout": pb.Dropout(0.1),
+    "DropConnect": pb.DropConnect(0.2),
+    "Ensemble": pb.Ensemble(2, init="copies", jitter=0.5),
+    "MeanField": pb.MeanField(0.1),
+}
+
+
+@pytest.mark.parametrize("method", ENGINE_METHODS)
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "vit", "resnet18", "convnext_atto", SHIFTED[0]])
+def test_engine_and_loop_agree(name, method):
+    inputs = TRANSFORMERS[name][1] if name in TRANSFORMERS else IMAGES
+    model = (build_transformer if name in TRANSFORMERS else build_timm)(name).eval()
+    sites = "all" if method == "Ensemble" else "norm+output"
+    pb.patch_(model, ENGINE_METHODS[method], sites, example_input=inputs)
+    draws = pb.Draws.sample(model, 4)
+    for some in (inputs, torch.utils._pytree.tree_map(lambda t: t[:1], inputs)):
+        mine = pb.predict(model, some, draws, engine="graph")
+        loop = pb.predict(model, some, draws, engine="loop")
+        assert (mine.plan.engine, mine.plan.fallback) == ("graph", None)
+        torch.testing.assert_close(mine.probs, loop.probs, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("name", ["bert", "llama", "vit"])
 def test_all_layers_of_a_transformer_can_be_patched(name):
     contract = pb.check_patchable(build_transformer(name), TRANSFORMERS[name][1], pb.EMP(2), "all")
@@ -197,7 +224,7 @@ def test_generation_under_drawn_is_that_of_one_network(name):
     pb.patch_(model, pb.ECMP(3, jitter=2.0))
     texts = set()
     for draw in pb.Draws.sample(model, 4):
-        with pb.drawn(model, draw):
+        with pb.use_draw(model, draw):
             text = model.generate(TOKENS, max_new_tokens=6, do_sample=False, pad_token_id=0)
         member = copy.deepcopy(model)
         pb.unpatch_(member, keep=draw)
@@ -233,7 +260,7 @@ def test_a_transformers_state_dict_loads_into_the_patched_network():
     source, model = build_transformer("gpt2", seed=1).eval(), build_transformer("gpt2").eval()
     pb.patch_(model, pb.ECMP(3, jitter=0))
     model.load_state_dict(source.state_dict())
-    with torch.no_grad(), pb.drawn(model, pb.Draws.sample(model, 1)):
+    with torch.no_grad(), pb.use_draw(model, pb.Draws.sample(model, 1)):
         assert torch.equal(logits(model, {"input_ids": TOKENS}), logits(source, {"input_ids": TOKENS}))
 
 
@@ -244,7 +271,7 @@ def test_forward_features_of_timm_needs_a_draw_in_training(name):
     with pytest.raises(PatchbayesError, match=r"drawn\(model\)"):
         model.forward_features(IMAGES)
     model.eval()
-    with torch.no_grad(), pb.drawn(model, pb.Draws.sample(model, 1)):
+    with torch.no_grad(), pb.use_draw(model, pb.Draws.sample(model, 1)):
         assert torch.equal(model.forward_head(model.forward_features(IMAGES)), model(IMAGES))
 
 

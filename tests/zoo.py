@@ -31,8 +31,8 @@ class Entry:
         return self.batch(torch.Generator().manual_seed(seed))
 
     @property
-    def likelihood(self) -> pb.Categorical:
-        return pb.Categorical(self.class_dim)
+    def likelihood(self) -> pb.likelihoods.Categorical:
+        return pb.likelihoods.Categorical(self.class_dim)
 
     def logits(self, model: nn.Module, inputs: Any) -> Tensor:
         """The logits of one call, classes last."""

@@ -1,52 +1,83 @@
-"""patchbayes: make a neural network you already have into a Bayesian one, cheaply (ensemble model patching)."""
+"""patchbayes: make a neural network you already have into a Bayesian one, cheaply (ensemble model patching).
 
-from .bayesianizing import bayesianize_
-from .checkpoint import load_, save
-from .contract import check_patchable
-from .draws import Draws
-from .likelihoods import Categorical, Gaussian
-from .network import drawn, forward_draws
-from .objective import Lambdas, kl, l2_penalty, maximize_prior_, negative_elbo, parameter_groups, share_gradients_
-from .patching import is_patched, patch_, patched_sites, unpatch_
-from .posteriors import ECMP, EMP, DropConnect, Dropout, Ensemble, MeanField, Mixture, Shared
-from .prediction import Prediction, Predictor, predict, predict_batches
-from .prior import LearnedPrior, Prior
+Specialists live in submodules: `patchbayes.posteriors`, `likelihoods`, `objective`, `prior`, `prediction`, `metrics`.
+"""
 
-__version__ = "0.1.0"
+from .bayesianizing import bayesianize_, calibrate_
+from .digests import verify
+from .draws.draws import Draws
+from .errors import PatchbayesError
+from .export import export
+from .objective import kl, negative_elbo, no_decay_names
+from .patching.checkpoint import load_, save
+from .patching.contract import check_patchable
+from .patching.drawing import forward_draws, set_eval_, use_draw
+from .patching.patch import is_patched, patch_, patched_sites, unpatch_
+from .posteriors import ECMP, EMP, DropConnect, Dropout, Ensemble, MeanField, mixed
+from .prediction import Predictor, predict
+from .prior import Prior
+
+__version__ = "0.2.0"
 
 __all__ = [
     "ECMP",
     "EMP",
-    "Categorical",
     "Draws",
     "DropConnect",
     "Dropout",
     "Ensemble",
-    "Gaussian",
-    "Lambdas",
-    "LearnedPrior",
     "MeanField",
-    "Mixture",
-    "Prediction",
+    "PatchbayesError",
     "Predictor",
     "Prior",
-    "Shared",
     "bayesianize_",
+    "calibrate_",
     "check_patchable",
-    "drawn",
+    "export",
     "forward_draws",
     "is_patched",
     "kl",
-    "l2_penalty",
     "load_",
-    "maximize_prior_",
+    "mixed",
     "negative_elbo",
-    "parameter_groups",
+    "no_decay_names",
     "patch_",
     "patched_sites",
     "predict",
-    "predict_batches",
     "save",
-    "share_gradients_",
+    "set_eval_",
     "unpatch_",
+    "use_draw",
+    "verify",
 ]
+
+#: Names that stood here in 0.1.0, with the submodule that has them now.
+_MOVED = {
+    "Categorical": "likelihoods",
+    "Gaussian": "likelihoods",
+    "GaussianNoise": "posteriors",
+    "Lambdas": "objective",
+    "LearnedPrior": "prior",
+    "Mixture": "posteriors",
+    "Prediction": "prediction",
+    "l2_penalty": "objective",
+    "maximize_prior_": "objective",
+    "parameter_groups": "objective",
+    "predict_batches": "prediction",
+    "share_gradients_": "objective",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Names that moved, for one more release."""
+    if name not in _MOVED:
+        raise AttributeError(f"module 'patchbayes' has no attribute {name!r}")
+    import importlib
+    import warnings
+
+    warnings.warn(
+        f"patchbayes.{name} is now patchbayes.{_MOVED[name]}.{name}; the old name goes with the next release.",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return getattr(importlib.import_module(f"patchbayes.{_MOVED[name]}"), name)

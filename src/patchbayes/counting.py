@@ -11,7 +11,7 @@ from torch import nn
 
 from .errors import PatchbayesError
 
-Method = Literal["emp", "ecmp", "dropout", "dropconnect", "ensemble"]
+CountedMethod = Literal["emp", "ecmp", "dropout", "dropconnect", "ensemble"]
 SurveyMethod = Literal["mean_field_gaussian", "pbp", "mnfg", "dropout"]
 
 
@@ -57,7 +57,7 @@ def conv_ends_overhead(first: tuple[int, int, int], last: tuple[int, int, int], 
     return (components - 1) * sum(kernel**2 * inputs * outputs for kernel, inputs, outputs in (first, last))
 
 
-def mlp_count(method: Method, layers: int, hidden: int, components: int) -> int:
+def mlp_count(method: CountedMethod, layers: int, hidden: int, components: int) -> int:
     """Parameters of table 3's MLP with L layers of H units: 1,009,900 plain, 1,129,100 EMP (L = H = 100, K = 5).
 
         plain, dropout, DropConnect   L H^2 + (L - 1) H
@@ -80,7 +80,7 @@ def mlp_count(method: Method, layers: int, hidden: int, components: int) -> int:
     return counts[_known("mlp_count", method, counts)]
 
 
-def mlp_log10_ensemble_size(method: Method, layers: int, hidden: int, components: int) -> float:
+def mlp_log10_ensemble_size(method: CountedMethod, layers: int, hidden: int, components: int) -> float:
     """log10 of the effective ensemble size in table 3: how many networks the MLP can be drawn as.
 
         EMP K^L, ECMP K^(H^2 + L H), dropout 2^(L H), DropConnect 2^(L H^2), explicit ensemble K

@@ -9,6 +9,10 @@ class NothingToPatch(PatchbayesError):
     """No module of the network matched the wanted sites."""
 
 
+class NotASite(PatchbayesError):
+    """A method cannot be put on this layer; `patch_` passes it over and says why."""
+
+
 class NotPatched(PatchbayesError):
     """A patched network is needed, and this one is not."""
 
@@ -23,3 +27,7 @@ class WrongDraws(PatchbayesError):
 
 class CheckpointMismatch(PatchbayesError):
     """A file does not fit the network it is loaded into, or is not one of ours."""
+
+
+class UntrustedCode(PatchbayesError):
+    """A file names code of a Python module, and nobody has said that it may be run."""

@@ -1,19 +1,23 @@
 """The training objective: KL, negative ELBO, and the simplified L2 loss. The only file that knows scales."""
 
-import copy
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .draws import network_of
+from .draws.layout import NetworkDraw
+from .draws.randomness import fold
+from .draws.schemes import assign
 from .errors import PatchbayesError
-from .likelihoods import Categorical, Gaussian, checked_likelihood
-from .network import Network
-from .posteriors import Mixture
-from .posteriors.posterior import Entropy, is_bias, quadratic
-from .prior import LearnedPrior, Prior
+from .likelihoods import Categorical, Likelihood, checked_likelihood
+from .patching.assignment import expected_log_prob
+from .patching.drawing import DrawnOutputs
+from .patching.frames import last_draw
+from .patching.network import PatchedNetwork, Site, network_of, root_of
+from .posteriors.posterior import CHILD, KL, Entropy, Posterior, PriorTerms, is_bias, quadratic
+from .prior import GammaPrior, LaplacePrior, LearnedPrior, Prior
 
 
 def kl(
@@ -21,6 +25,7 @@ def kl(
     prior: Prior | LearnedPrior | None = None,
     *,
     shared: bool = True,
+    frozen: bool = False,
     entropy: Entropy | None = None,
 ) -> Tensor:
     """KL(q || prior) of the whole network, (), in nats: for all N training examples together.
@@ -33,45 +38,122 @@ def kl(
 
     prior     precisions; by default those given to `patch_` (1).
     shared    whether shared parameters count. With False, leave them to the optimizer's weight decay.
+    frozen    whether parameters count that are not trained (requires_grad is False): they add a constant to the KL, and on a
+              large frozen base that constant costs more time than all the rest.
     entropy   None: the equations above, up to a constant in M and m (with a `LearnedPrior` all terms in tau and rho are kept,
               which are then not constant). "lower": the whole KL with the entropy of the mixture bounded from below by
               sum_k p_k H_k, so an upper bound on the KL and a valid lower bound on the evidence; needs sigma > 0 on all
               counted parameters. "upper": the same with sum_k p_k H_k + H(p) for every independent draw: a lower bound on
               the KL. Between the two lies the truth. Mean-field sites are exact in any case.
 
+    Where mixing probabilities are learned, log K - H(p) is added for every independent draw: the divergence of the assignment
+    from a uniform prior. Posteriors without a closed form (learned sigma, flows) are estimated with one draw of their own,
+    another one after every forward pass.
+
     Deviation: Eq. (7) of the paper states the bound sum_k p_k H_k with the inequality reversed.
     """
     if entropy not in (None, "lower", "upper"):
         raise PatchbayesError(f'kl(entropy={entropy!r}): give None, "lower" or "upper".')
-    network: Network = network_of(model)
+    root, network = root_of(model)
     prior = prior or network.prior
-    inside = _prefix_of(model, network)
+    if entropy is not None and isinstance(prior, LaplacePrior):
+        raise PatchbayesError(
+            f'kl(entropy="{entropy}") with a LaplacePrior: it is for posteriors without noise, or entropy.'
+        )
     terms: list[Tensor] = []
     counted: set[int] = set()
     for site in network.sites:
         posterior = site.posterior
-        names = (*posterior.names, *posterior.fixed_names)
-        counted |= {id(posterior.stored(name)) for name in names}
-        if names:
-            tau, rho = prior.precisions(site.name)
-            terms.append(posterior.kl(tau, rho, normalized=prior.learned, entropy=entropy))
+        here = site.parameters()
+        counted |= {id(parameter) for parameter in here.values()}
+        tau, rho = prior.precisions(site.name)
+        inside = [p for name, p in here.items() if name.startswith(f"{CHILD}.") or name in posterior.kept]
+        if frozen or any(p.requires_grad for p in inside):
+            draw = site.draw_of(_draw_for_kl(network)) if posterior.kl_draws else None
+            if isinstance(prior, LaplacePrior):
+                found = _laplace_kl(site, tau, rho)
+            else:
+                found = posterior.kl(PriorTerms(tau, rho, prior.learned, entropy), draw)
+            terms.append(found.value)
+            if entropy != "upper" and found.kind != "monte_carlo":  # an estimate has the law of the mixture inside
+                terms += _divergence_of_law(network, site)
+        for name, parameter in _fixed(site).items():
+            if not (frozen or parameter.requires_grad):
+                continue
+            if entropy is not None:
+                raise PatchbayesError(
+                    f'kl(entropy="{entropy}"): the fixed parameter "{name}" has no noise, so no entropy.'
+                )
+            terms.append(_kl_of_point(prior, rho if is_bias(name) else tau, parameter))
     if shared:
-        for layer, name, parameter in _own_parameters(model):
-            if id(parameter) in counted:
+        for layer, name, parameter in _own_parameters(root):
+            if id(parameter) in counted or not (frozen or parameter.requires_grad):
                 continue
             counted.add(id(parameter))
             if entropy is not None:
                 raise PatchbayesError(
                     f'kl(entropy="{entropy}"): the shared parameter "{layer}.{name}" has no sigma, so no entropy.\n'
-                    '  do       patch_ the rest with {"*": Shared(sigma)} too, or pass shared=False.'
+                    '  do       patch_ the rest with {"*": GaussianNoise(sigma)} too, or pass shared=False.'
                 )
-            tau, rho = prior.precisions(layer.removeprefix(inside))
-            precision = rho if is_bias(name) else tau
-            terms.append(quadratic(precision, parameter.square().sum(), parameter.numel(), normalized=prior.learned))
-    total = torch.stack([term.to(terms[0]) for term in terms]).sum()
+            tau, rho = prior.precisions(layer)
+            terms.append(_kl_of_point(prior, rho if is_bias(name) else tau, parameter))
+    if isinstance(prior, GammaPrior):
+        terms.append(prior.divergence())
+    if not terms:
+        reference = next(model.parameters())
+        return torch.zeros((), dtype=reference.dtype, device=reference.device)
+    total = torch.stack([term.to(terms[0]) for term in terms]).sum()  # in the precision of the network
     if entropy == "upper":
         total = total - _assignment_entropy(network)
     return total
+
+
+def _kl_of_point(prior: Prior | LearnedPrior, precision: Tensor | float, parameter: Tensor) -> Tensor:
+    """Of a parameter that is not random, up to a constant."""
+    if isinstance(prior, LaplacePrior):
+        return precision * parameter.abs().sum()
+    return quadratic(precision, parameter.square().sum(), parameter.numel(), normalized=prior.learned)
+
+
+def _laplace_kl(site: Site, tau: Tensor | float, rho: Tensor | float) -> KL:
+    """sum_k p_k tau |M_k|_1 over the components of a site, up to a constant."""
+    posterior, groups = site.posterior, site.posterior.groups()
+    number = groups.outcomes if groups is not None else 1
+    if posterior.noise != "none" or number not in (posterior.num_components, posterior.num_components + 1):
+        raise PatchbayesError(
+            f'LaplacePrior at "{site.name}": {site.method.label} is not a choice among components without noise.\n'
+            "  do       EMP, ECMP, an ensemble or DropConnect there, or the Gaussian Prior."
+        )
+    log_p = posterior.log_p()
+    p = [1 / number] * number if log_p is None else log_p.exp().unbind(0)
+    terms = [
+        p[k] * (rho if is_bias(name) else tau) * posterior.component(k)[name].abs().sum()
+        for k in range(number)
+        for name in posterior.names
+    ]
+    return KL(torch.stack([torch.as_tensor(term) for term in terms]).sum(), "exact")
+
+
+def _draw_for_kl(network: PatchedNetwork) -> NetworkDraw:
+    """A draw for estimates of the KL: another one after every forward pass of this thread, whoever made that pass's draw."""
+    key = fold(fold(last_draw(network).key, 3), network.generator[1])
+    return NetworkDraw(key, assign(network.law(), key, 0, network.layout.num_groups, network.device))
+
+
+def _divergence_of_law(network: PatchedNetwork, site: Site) -> list[Tensor]:
+    """log K - H(p) for every draw whose law the site has and learns: KL(Cat(p) || uniform). Without it p runs into a corner."""
+    if site not in network.owners or not site.posterior.learns_law:
+        return []
+    log_p, groups = site.posterior.log_p(), site.posterior.groups()
+    assert log_p is not None
+    assert groups is not None
+    return [groups.length * (math.log(groups.outcomes) + (log_p.exp() * log_p).sum())]
+
+
+def _fixed(site: Site) -> dict[str, nn.Parameter]:
+    """The layer's own parameters that its posterior neither draws nor keeps."""
+    kept = set(site.posterior.names) | set(site.posterior.kept)
+    return {name: p for name, p in site.module._parameters.items() if p is not None and name not in kept}
 
 
 def negative_elbo(
@@ -80,7 +162,7 @@ def negative_elbo(
     kl_total: Tensor | float,
     *,
     num_data: int,
-    likelihood: Categorical | Gaussian | None = None,
+    likelihood: Likelihood | None = None,
 ) -> Tensor:
     """Negative evidence lower bound per training example, in nats (appendix B.2; Eq. 9 for regression).
 
@@ -89,6 +171,7 @@ def negative_elbo(
     Draws are averaged outside the logarithm. This is not the loss of the averaged prediction, which is never larger.
 
     outputs (S, B, C) from `forward_draws` (one draw: `model(x)[None]`): logits for `Categorical`, means for `Gaussian`.
+    Enumerated draws bring their probabilities with them, and are weighed by these instead of 1 / S.
     targets (B,) class numbers, or (B, D); with more axes the terms of an example are summed.
     kl_total (): `kl(model)`, not yet divided by anything. num_data: N.
 
@@ -102,10 +185,11 @@ def negative_elbo(
             f"negative_elbo: outputs are (S, B, ...) and targets (B, ...); given were {tuple(outputs.shape)} and "
             f"{tuple(targets.shape)}.\n  do       pass model(x)[None] for a single draw, or forward_draws(model, x, draws=S)."
         )
-    log_prob = likelihood.log_prob(outputs, targets)
-    if log_prob.dim() > 2:  # an example with many labels: log p(y_b) is their sum
-        log_prob = log_prob.flatten(2).sum(-1)
-    return -log_prob.mean() + kl_total / num_data
+    weights = outputs.draw_weights if isinstance(outputs, DrawnOutputs) else None
+    plain = outputs.as_subclass(Tensor)
+    if isinstance(outputs, DrawnOutputs) and outputs.law is not None:
+        return -expected_log_prob(likelihood, plain, targets, weights, outputs.law) + kl_total / num_data
+    return -likelihood.expected_log_prob(plain, targets, weights) + kl_total / num_data
 
 
 @dataclass(frozen=True)
@@ -136,27 +220,32 @@ def l2_penalty(model: nn.Module, lambdas: Lambdas) -> Tensor:
 
     Add it to a mean loss as it is. Deviation: the paper's last sum runs over patched layers; shared ones are meant.
     """
+    weights = vars(lambdas)
     terms = [
-        getattr(lambdas, group) * parameter.square().sum()
+        weights[group] * parameter.square().sum()
         for group, parameters in _groups(model).items()
         for parameter in parameters
+        if group in weights
     ]
     return torch.stack(terms).sum()
 
 
 def parameter_groups(model: nn.Module, lambdas: Lambdas | None = None, **options: Any) -> list[dict[str, Any]]:
-    """The four groups of parameters for an optimizer, with names: the simplified loss as weight decay.
+    """The groups of parameters for an optimizer, with names: the simplified loss as weight decay.
 
     For optimizers with coupled decay (SGD, Adam), weight_decay = 2 lambda has the gradient of `l2_penalty`; AdamW's is
     another thing. `options` go to every group. Use the groups also to give patches a learning rate of their own, or to
-    freeze the shared parameters. Frozen parameters are left out, and so are empty groups.
+    freeze the shared parameters. Besides the four of `Lambdas` there is "law" for learned deviations and probabilities, which
+    are never decayed. Frozen parameters are left out, and so are empty groups.
     """
     lambdas = lambdas or Lambdas()
     groups = []
     for name, parameters in _groups(model).items():
         learned = [p for p in parameters if p.requires_grad]
         if learned:
-            groups.append({"params": learned, "name": name, "weight_decay": 2 * getattr(lambdas, name), **options})
+            groups.append(
+                {"params": learned, "name": name, "weight_decay": 2 * vars(lambdas).get(name, 0.0), **options}
+            )
     return groups
 
 
@@ -172,17 +261,14 @@ def share_gradients_(model: nn.Module, share: float = 0.5) -> None:
     The sum is the gradient g with respect to what was drawn, and the mean of the new gradients is g: with SGD the mean of the
     components moves as one network would. At a share of 1 all components move alike, at 0 only those that were drawn, K times
     as far. Below 1 the gradient is multiplied by a positive definite matrix: steps are others, the points where the expected
-    gradient is zero are not. Members of an `Ensemble` and posteriors that are no mixture keep their gradients.
+    gradient is zero are not. Members of an `Ensemble` and posteriors that are no mixture keep their gradients. The optimizer
+    must not decay the components: its decay would not be scaled with the gradient, and training would come to rest elsewhere.
+    Put the penalty into the loss instead (`kl`, `l2_penalty`).
     """
     if not (isinstance(share, int | float) and 0 <= share <= 1):
-        raise PatchbayesError(f"share_gradients_(share={share!r}): required is a number from 0 to 1.")
+        raise PatchbayesError(f"share_gradients_(share={share!r}): expected a number from 0 to 1.")
     for site in network_of(model).sites:
-        if isinstance(site.method, Mixture) and site.method.tie != "network":
-            for name in site.posterior.names:
-                gradient = site.components(name).grad
-                if gradient is not None:
-                    scale = len(gradient) / (1 + share * (len(gradient) - 1))
-                    gradient.lerp_(gradient.sum(0).expand_as(gradient), share).mul_(scale)
+        site.posterior.share_gradients_(share)
 
 
 @torch.no_grad()
@@ -190,7 +276,7 @@ def maximize_prior_(model: nn.Module, prior: LearnedPrior | None = None) -> None
     """Set every precision of a `LearnedPrior` to its best value for the present components (appendix C.1).
 
     The KL of a layer, tau/2 A - D/2 log(tau) with A = sum_k p_k ||M_k||^2 (+ D sigma^2), is least at tau = D / A. A layer
-    that is all zero keeps its precision.
+    that is all zero keeps its precision. A `GammaPrior` gets the best law of every precision.
     """
     chosen = prior or network_of(model).prior
     if not isinstance(chosen, LearnedPrior):
@@ -198,50 +284,79 @@ def maximize_prior_(model: nn.Module, prior: LearnedPrior | None = None) -> None
             "maximize_prior_: the prior has fixed precisions; give patch_ or this call a LearnedPrior(model)."
         )
     # At tau = 1 the first derivative with respect to log(tau) is A/2 - D/2 and the second A/2: no cancellation for small A.
-    unit = copy.deepcopy(chosen).to(torch.float32 if chosen.log_tau.device.type == "mps" else torch.float64)
-    logs = [unit.log_tau.zero_(), unit.log_rho.zero_()]
+    unit = chosen.at_one()
+    logs = [unit.log_tau, unit.log_rho]
     with torch.enable_grad():
         first = torch.autograd.grad(kl(model, unit), logs, create_graph=True, materialize_grads=True)
         second = torch.autograd.grad(torch.cat(first).sum(), logs, materialize_grads=True)
+    if isinstance(chosen, GammaPrior):
+        pairs = [(2 * (curvature - slope), 2 * curvature) for slope, curvature in zip(first, second, strict=True)]
+        chosen.set_((pairs[0][0], pairs[1][0]), (pairs[0][1], pairs[1][1]))
+        return
     for learned, slope, curvature in zip((chosen.log_tau, chosen.log_rho), first, second, strict=True):
         size, strength = 2 * (curvature - slope), 2 * curvature  # D and A
         learned.copy_(torch.where((size > 0) & (strength > 0), size.log() - strength.log(), learned))
 
 
+def no_decay_names(model: nn.Module) -> list[str]:
+    """Names of the parameters that are usually not decayed: biases, norm layers, and laws (deviations, probabilities).
+
+    For optimizers that choose by name. Those that choose by the number of axes, as timm's do, leave them alone already: the
+    components of a vector are stored as one longer vector.
+    """
+    names, laws = [], _laws(model)
+    for full, parameter in model.named_parameters():
+        if parameter.dim() <= 1 or is_bias(full) or full in laws:
+            names.append(full)
+    return names
+
+
+def _laws(model: nn.Module) -> set[str]:
+    """Full names of parameters whose role is "law"."""
+    found = set()
+    for prefix, module in model.named_modules():
+        if isinstance(module, Posterior):
+            found |= {f"{prefix}.{name}" for name, role in module.roles().items() if role == "law"}
+    return found
+
+
 def _groups(model: nn.Module) -> dict[str, list[nn.Parameter]]:
-    network: Network = network_of(model)
-    posteriors = [site.posterior for site in network.sites]
-    patched = {id(q.stored(name)) for q in posteriors for name in (*q.names, *q.fixed_names)}
-    groups: dict[str, list[nn.Parameter]] = {name: [] for name in vars(Lambdas())}
+    network = network_of(model)
+    roles: dict[int, str] = {}
+    for site in network.sites:
+        own = site.posterior.roles()
+        for name, parameter in site.parameters().items():
+            role = own[name.removeprefix(f"{CHILD}.")] if name.startswith(f"{CHILD}.") else _role(name)
+            roles[id(parameter)] = "law" if role == "law" else f"patched_{_PLURAL[role]}"
+    groups: dict[str, list[nn.Parameter]] = {name: [] for name in (*vars(Lambdas()), "law")}
     seen: set[int] = set()
-    for _, name, parameter in _own_parameters(model):
+    for name, parameter in model.named_parameters():
         if id(parameter) not in seen:
             seen.add(id(parameter))
-            owner = "patched" if id(parameter) in patched else "shared"
-            groups[f"{owner}_{'biases' if is_bias(name) else 'weights'}"].append(parameter)
+            groups[roles.get(id(parameter), f"shared_{_PLURAL[_role(name)]}")].append(parameter)
     return groups
 
 
-def _own_parameters(model: nn.Module) -> list[tuple[str, str, nn.Parameter]]:
-    """(layer, name, parameter) of the whole network, a patched parameter under the layer it belongs to."""
+_PLURAL = {"weight": "weights", "bias": "biases"}
+
+
+def _role(name: str) -> str:
+    return "bias" if is_bias(name) else "weight"
+
+
+def _own_parameters(root: nn.Module) -> list[tuple[str, str, nn.Parameter]]:
+    """(layer, name, parameter) of the whole network."""
     found = []
-    for full, parameter in model.named_parameters(remove_duplicate=False):
-        layer, _, name = full.removesuffix(".original").replace("parametrizations.", "").rpartition(".")
+    for full, parameter in root.named_parameters(remove_duplicate=False):
+        layer, _, name = full.rpartition(".")
         found.append((layer, name, parameter))
     return found
 
 
-def _prefix_of(model: nn.Module, network: Network) -> str:
-    """The name of the patched network inside `model`, with its dot: "" where they are the same."""
-    for name, module in model.named_modules():
-        if module.__dict__.get("_patchbayes") is network:
-            return f"{name}." if name else ""
-    return ""
-
-
-def _assignment_entropy(network: Network) -> float:
+def _assignment_entropy(network: PatchedNetwork) -> float:
+    law = network.law()
     total = 0.0
-    for span in network.layout.spans:
-        p = torch.tensor(span.probabilities or (1 / span.outcomes,) * span.outcomes, dtype=torch.float64)
+    for span, probabilities in zip(law.layout.spans, law.probabilities, strict=True):
+        p = torch.tensor(probabilities or (1 / span.outcomes,) * span.outcomes, dtype=torch.float64)
         total += span.length * float(torch.special.entr(p).sum())
     return total

@@ -38,7 +38,10 @@ def commit() -> str | None:
 
 def _git(*words: str) -> str | None:
     try:
-        done = subprocess.run(["git", *words], capture_output=True, text=True, cwd=_SOURCE, check=True)
+        # Optional locks would get in the way of the user's own git commands, which may run at this moment.
+        done = subprocess.run(
+            ["git", "--no-optional-locks", *words], capture_output=True, text=True, cwd=_SOURCE, check=True
+        )
     except (OSError, subprocess.CalledProcessError):
         return None
     return done.stdout.strip()

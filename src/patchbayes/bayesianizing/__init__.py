@@ -1,6 +1,7 @@
 """From a trained network to a calibrated Bayesian one, in one call."""
 
-from .recipe import DEFAULT_JITTER, bayesianize_
-from .report import BayesianizeReport, Scores, Trial
+from .calibrate import calibrate_
+from .recipe import bayesianize_
+from .report import BayesianizeReport, CalibrationReport, Scores
 
-__all__ = ["DEFAULT_JITTER", "BayesianizeReport", "Scores", "Trial", "bayesianize_"]
+__all__ = ["BayesianizeReport", "CalibrationReport", "Scores", "bayesianize_", "calibrate_"]

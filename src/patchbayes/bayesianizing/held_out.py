@@ -1,111 +1,127 @@
-"""Held-out examples that choose: a random part of them in memory, and how a network scores on it."""
+"""Held-out examples that choose: a random part of them in memory, whatever form their batches have."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..draws import network_of
 from ..errors import PatchbayesError
-from ..prediction import predict
-from ..selection import call, evaluating
-from .report import Scores
 
-_BATCH = 125  # examples at a time: what the networks' activations leave of a processor's cache
+#: Where a batch that is a mapping holds its targets.
+TARGET_KEYS = ("labels", "label", "targets", "target", "y")
+
+Select = Callable[[Any], tuple[Any, Tensor]]
 
 
 class HeldOut:
-    """Held-out examples in memory: inputs, and class numbers (B,)."""
+    """Held-out examples in memory: batches of inputs, as the network takes them, and targets, in an order without pattern."""
 
-    def __init__(self, inputs: Any, targets: Tensor) -> None:
-        self.inputs, self.targets = inputs, targets
-        pieces = torch.arange(len(targets)).split(_BATCH)
-        self._batches = [(tree_map(lambda leaf: _rows(leaf, rows), inputs), targets[rows]) for rows in pieces]  # noqa: B023
+    def __init__(self, batches: list[tuple[Any, Tensor]]) -> None:
+        self.batches = batches
 
     @classmethod
-    def read(cls, batches: Iterable[Any], most: int, generator: torch.Generator) -> "HeldOut":
-        """At most `most` examples, a random part of all."""
-        number = sum(len(checked_batch("held_out", batch)[1]) for batch in batches)
-        if not number:
+    def read(
+        cls, batches: Iterable[Any], most: int, size: int, generator: torch.Generator, select: Select | None = None
+    ) -> "HeldOut":
+        """At most `most` examples, a random part of all, in batches of `size`.
+
+        Where inputs differ in shape between batches (padded text), examples stay with those that they came with.
+        """
+        if isinstance(batches, Tensor | Mapping | str) or not isinstance(batches, Iterable):
             raise PatchbayesError(
-                "bayesianize_: held_out gave no example; give a loader or list that can be read again."
+                f"held_out: expected an iterable of batches such as a DataLoader, got a {type(batches).__name__}.\n"
+                "  do       for one batch in memory, pass [(inputs, targets)]."
             )
-        chosen = torch.zeros(number, dtype=torch.bool)
-        chosen[torch.randperm(number, generator=generator)[:most]] = True
+        counts = [len(pair_of(batch, select)[1]) for batch in batches]
+        if not sum(counts):
+            raise PatchbayesError(
+                "held_out gave no example: expected a DataLoader or a list of batches (inputs, targets)."
+            )
+        chosen = torch.zeros(sum(counts), dtype=torch.bool)
+        chosen[torch.randperm(len(chosen), generator=generator)[:most]] = True
         parts: list[tuple[Any, Tensor]] = []
         first = 0
         for batch in batches:
-            inputs, targets = checked_batch("held_out", batch)
+            inputs, targets = pair_of(batch, select)
             rows = chosen[first : first + len(targets)].nonzero().squeeze(1)
             first += len(targets)
-            parts.append((tree_map(lambda leaf: _rows(leaf, rows), inputs), targets[rows.to(targets.device)].cpu()))  # noqa: B023
-        if first != number:
+            if len(rows):
+                parts.append((_to_memory(inputs, rows), targets.detach()[rows.to(targets.device)].cpu()))
+        if first != len(chosen):
             raise PatchbayesError(
-                f"bayesianize_: held_out gave {number} examples when read first and {first} when read again; it must be "
-                "readable several times (a DataLoader, or a list of batches), not a generator."
+                f"held_out gave {len(chosen)} examples when read first and {first} when read again: expected the same "
+                "examples whenever it is read (a DataLoader, or a list of batches), not a generator."
             )
-        inputs = tree_map(lambda *leaves: torch.cat(leaves), *(inputs for inputs, _ in parts))
-        return cls(inputs, torch.cat([targets for _, targets in parts]))
+        return cls(_in_batches(parts, size, generator))
 
     def __len__(self) -> int:
-        return len(self.targets)
+        return sum(len(targets) for _, targets in self.batches)
 
-    def part(self, most: int, generator: torch.Generator) -> "HeldOut":
-        """At most `most` of these examples, a random part."""
-        if most >= len(self):
-            return self
-        rows = torch.randperm(len(self), generator=generator)[:most]
-        return HeldOut(tree_map(lambda leaf: _rows(leaf, rows), self.inputs), self.targets[rows])
-
-    def inputs_for(self, model: nn.Module) -> list[Any]:
-        """The inputs of every batch, on the network's device."""
-        device = next((p.device for p in model.parameters()), None)
-        return [to_device(inputs, device) for inputs, _ in self._batches]
-
-    def log_probs(self, model: nn.Module) -> Tensor:
-        """Log-probabilities (B, C) of a network that is not patched."""
-        with evaluating(model):
-            outputs = [call(model, inputs) for inputs in self.inputs_for(model)]
-        logits = torch.cat([logits_of(output) for output in outputs]).float().cpu()
-        if logits.dim() != 2:
-            raise PatchbayesError(
-                f"bayesianize_: the network's output for a batch is {tuple(logits.shape)}; logits (B, C) are required."
+    def first(self, number: int) -> "HeldOut":
+        """The first examples, so many; the batches as they are."""
+        batches: list[tuple[Any, Tensor]] = []
+        for inputs, targets in self.batches:
+            if number <= 0:
+                break
+            rows = torch.arange(min(number, len(targets)))
+            number -= len(rows)
+            batches.append(
+                (inputs, targets) if len(rows) == len(targets) else (_to_memory(inputs, rows), targets[rows])
             )
-        highest = int(self.targets.max())
-        if highest >= logits.shape[1] or int(self.targets.min()) < 0:
+        return HeldOut(batches)
+
+    @property
+    def targets(self) -> list[Tensor]:
+        """The targets of every batch."""
+        return [targets for _, targets in self.batches]
+
+    def inputs(self, device: torch.device | None) -> Iterator[Any]:
+        """The inputs of every batch, on the device."""
+        for inputs, _ in self.batches:
+            yield to_device(inputs, device)
+
+    def check_labels(self, ignored: int | None) -> None:
+        """Refuse labels that can choose nothing: a single class."""
+        found = torch.cat([targets.flatten() for targets in self.targets])
+        found = found[found != ignored] if ignored is not None else found
+        if len(found) == 0:
+            raise PatchbayesError(f"held_out: all of its labels are {ignored}, which means that they do not count.")
+        if len(found) > 1 and bool((found == found[0]).all()):
             raise PatchbayesError(
-                f"bayesianize_: held_out holds the class number {highest}, and the network has {logits.shape[1]} outputs."
+                f"held_out: all {len(found)} labels are {found[0].item():g}: expected examples of several classes, drawn as "
+                "those that the network will meet."
             )
-        return torch.log_softmax(logits, -1)
-
-    def scores(self, model: nn.Module, draws: int, seed: int) -> Scores:
-        """Scores of a patched network; the same draws whenever the seed is the same."""
-        device = network_of(model).device
-        batches = [(to_device(inputs, device), targets) for inputs, targets in self._batches]
-        generator = torch.Generator().manual_seed(seed)
-        prediction = predict(model, batches, draws, generator=generator)
-        return Scores.of(prediction.log_probs.float().cpu(), self.targets)
 
 
-def checked_batch(name: str, batch: Any) -> tuple[Any, Tensor]:
-    """A batch (inputs, targets) with class numbers (B,), or an error that says what it is instead."""
-    if not (isinstance(batch, tuple | list) and len(batch) == 2 and isinstance(batch[1], Tensor)):
+def pair_of(batch: Any, select: Select | None = None) -> tuple[Any, Tensor]:
+    """Inputs and targets of a batch: a pair, several inputs and then the targets, or a mapping with the labels in it."""
+    if select is not None:
+        inputs, targets = select(batch)
+    elif isinstance(batch, tuple | list) and len(batch) == 2:
+        inputs, targets = batch
+    elif isinstance(batch, tuple | list) and len(batch) > 2:
+        *several, targets = batch
+        inputs = tuple(several)
+    elif hasattr(batch, "keys") and hasattr(batch, "__getitem__"):
+        known = {key: batch[key] for key in batch.keys()}  # noqa: SIM118
+        key = next((key for key in TARGET_KEYS if key in known), None)
+        if key is None:
+            raise PatchbayesError(
+                f"held_out: a batch is a mapping with {', '.join(map(str, known))}, without {', '.join(TARGET_KEYS)}.\n"
+                "  do       pass select=lambda batch: (inputs, targets)."
+            )
+        targets = known.pop(key)
+        inputs = known
+    else:
         raise PatchbayesError(
-            f"bayesianize_: a batch of {name} is a pair (inputs, targets); given was a {type(batch).__name__}."
+            f"held_out: expected batches (inputs, targets), or mappings with labels, got a {type(batch).__name__}.\n"
+            "  do       pass select=lambda batch: (inputs, targets)."
         )
-    inputs, targets = batch
-    if targets.is_floating_point() or targets.dim() != 1:
-        raise PatchbayesError(
-            f"bayesianize_: the targets of {name} are class numbers (B,); given were {targets.dtype} {tuple(targets.shape)}.\n"
-            "  do       for regression, patch_ the network and train it with negative_elbo(..., likelihood=Gaussian())."
-        )
-    sizes = {leaf.shape[0] for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim()}
-    if sizes != {len(targets)}:
-        raise PatchbayesError(
-            f"bayesianize_: a batch of {name} has {len(targets)} targets, and inputs for {sorted(sizes)}."
-        )
+    if isinstance(inputs, list):
+        inputs = tuple(inputs)
+    _check_pair(inputs, targets)
     return inputs, targets
 
 
@@ -113,15 +129,38 @@ def to_device(inputs: Any, device: torch.device | None) -> Any:
     return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, inputs)
 
 
-def logits_of(output: Any) -> Tensor:
-    """The output itself, or its `.logits`."""
-    found = output if isinstance(output, Tensor) else getattr(output, "logits", None)
-    if isinstance(found, Tensor):
-        return found
-    raise PatchbayesError(
-        f"bayesianize_: the network returns a {type(output).__name__}; a tensor of logits (or a .logits) is required."
-    )
+def _check_pair(inputs: Any, targets: Any) -> None:
+    if not isinstance(targets, Tensor) or targets.dim() == 0:
+        shape = "a number" if isinstance(targets, Tensor) else f"a {type(targets).__name__}"
+        raise PatchbayesError(f"held_out: expected a tensor of targets for each batch, got {shape}.")
+    sizes = {leaf.shape[0] for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim()}
+    if sizes != {len(targets)}:
+        raise PatchbayesError(f"held_out: a batch has {len(targets)} targets, and inputs for {sorted(sizes)} examples.")
+    for leaf in [*tree_leaves(inputs), targets]:
+        if isinstance(leaf, Tensor) and leaf.is_floating_point() and bool(leaf.isnan().any()):
+            raise PatchbayesError(
+                f"held_out: a batch holds NaN, {int(leaf.isnan().sum())} of the {leaf.numel()} values of a tensor."
+            )
 
 
-def _rows(leaf: Any, rows: Tensor) -> Any:
-    return leaf[rows.to(leaf.device)] if isinstance(leaf, Tensor) and leaf.dim() else leaf
+def _to_memory(inputs: Any, rows: Tensor) -> Any:
+    return tree_map(lambda leaf: leaf.detach()[rows.to(leaf.device)].cpu() if _has_rows(leaf) else leaf, inputs)
+
+
+def _has_rows(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() > 0
+
+
+def _in_batches(parts: list[tuple[Any, Tensor]], size: int, generator: torch.Generator) -> list[tuple[Any, Tensor]]:
+    shapes = {tuple(leaf.shape[1:] if _has_rows(leaf) else () for leaf in tree_leaves(inputs)) for inputs, _ in parts}
+    if len(shapes) == 1:
+        inputs = tree_map(
+            lambda *leaves: torch.cat(leaves) if _has_rows(leaves[0]) else leaves[0], *(i for i, _ in parts)
+        )
+        parts = [(inputs, torch.cat([targets for _, targets in parts]))]
+    batches = []
+    for inputs, targets in parts:
+        for rows in torch.randperm(len(targets), generator=generator).split(size):
+            batches.append((_to_memory(inputs, rows), targets[rows]))
+    order = torch.randperm(len(batches), generator=generator).tolist()
+    return [batches[i] for i in order]

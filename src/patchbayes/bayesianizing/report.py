@@ -1,122 +1,163 @@
-"""What bayesianizing did: the scales tried and chosen, held-out scores before and after, times, sizes."""
+"""What calibrate_ and bayesianize_ did and what it brought: print it."""
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
-from ..metrics import accuracy, expected_calibration_error, nll
-from ..patch_report import PatchReport
+from ..metrics import accuracy, expected_calibration_error
+from ..patching.report import PatchReport
+from .score import Average, scores
+from .spread import Tried
+
+_BAR = 30
 
 
 @dataclass(frozen=True)
 class Scores:
-    """NLL per example in nats; accuracy, expected calibration error (20 bins) and mean confidence as shares of 1."""
+    """NLL per example in nats; for classes also ECE and accuracy, both between 0 and 1."""
 
     nll: float
-    accuracy: float
-    ece: float
-    confidence: float
+    ece: float | None = None
+    accuracy: float | None = None
 
     @classmethod
-    def of(cls, log_probs: Tensor, targets: Tensor) -> "Scores":
-        probs = log_probs.exp()
-        confidence = float(probs.max(1).values.double().mean())
-        return cls(
-            nll(log_probs, targets), accuracy(probs, targets), expected_calibration_error(probs, targets), confidence
-        )
-
-    @property
-    def overconfidence(self) -> float:
-        """Mean confidence minus accuracy."""
-        return self.confidence - self.accuracy
+    def of(cls, averages: Sequence[Average], targets: Sequence[Tensor], temperature: float) -> "Scores":
+        nll = -float(scores(averages, targets, temperature).mean())
+        if averages[0].kind != "classes":
+            return cls(nll)
+        log_probs = torch.cat([a.parts[0].flatten(0, -2) for a in averages]).double()
+        labels = torch.cat([y.flatten() for y in targets]).to(log_probs.device)
+        counted = labels != averages[0].ignored
+        probs = torch.softmax(log_probs[counted] / temperature, -1)
+        labels = labels[counted]
+        return cls(nll, expected_calibration_error(probs, labels), accuracy(probs, labels))
 
     def __str__(self) -> str:
-        return (
-            f"NLL {self.nll:.4f}   accuracy {100 * self.accuracy:.2f} %   confidence {100 * self.confidence:.2f} %   "
-            f"ECE {100 * self.ece:.2f} %"
-        )
+        text = f"NLL {self.nll:.4f}"
+        if self.ece is not None:
+            text += f"  ECE {100 * self.ece:4.1f} %"
+        if self.accuracy is not None:
+            text += f"  accuracy {100 * self.accuracy:.1f} %"
+        return text
 
 
 @dataclass(frozen=True)
-class Trial:
-    """One point of the search: the scale of every group of sites, and its score on held-out examples.
+class CalibrationReport:
+    """What `calibrate_` chose, and how the network scores on the held-out examples that chose it.
 
-    stage   "jitter" (untrained components, scales are jitters), "spread" (trained ones, scales are factors), or "balance"
-            (scales are factors on what was chosen before; more examples and draws).
+    chosen            "learned": the spread that was learned; "start": the one that the network had; "none": the mean network.
+    spread            by site, the deviations of the draws as a part of the values themselves (root mean squares).
+    factors           by site, what the spread that the network had was multiplied by.
+    temperature       of the averaged prediction, mean_temperature that of the mean network in one pass, draw_temperature that
+                      of each draw before the average.
+    before            the mean network as it was; temperature_scaled the same with `mean_temperature`; after: the result.
+    gain, gain_error  NLL of temperature scaling minus that of the spread that was judged, and its standard error, on the
+                      examples that were kept away from learning (all, where there were few).
+    tried             every spread that was tried, with its NLL on the examples that it was tried on.
+    passes            inputs that went through the network; scoring_passes those of the last scores.
     """
 
-    stage: str
-    scales: dict[str, float]
-    scores: Scores
+    chosen: Literal["learned", "start", "none"]
+    spread: dict[str, float]
+    factors: dict[str, float]
+    temperature: float
+    mean_temperature: float
+    before: Scores
+    temperature_scaled: Scores
+    after: Scores
+    gain: float | None
+    gain_error: float | None
+    num_held_out: int
+    draws: int
+    tried: tuple[Tried, ...]
+    passes: int
+    scoring_passes: int
+    seconds: dict[str, float]
+    draw_temperature: float = 1.0
+    interrupted: bool = False
+    views: str | None = None
+
+    @property
+    def losses(self) -> tuple[float, ...]:
+        """NLL of every spread that was tried, in the order of trying."""
+        return tuple(one.nll for one in self.tried)
+
+    def __str__(self) -> str:
+        lines = [f"on {self.num_held_out} held-out examples" + (f", views: {self.views}" if self.views else "")]
+        width = max(len(f"{self.draws} draws"), len("temperature alone"))
+        passes = "1 pass" if self.views is None else "its views"
+        rows = [("as it was", passes, self.before), ("temperature alone", passes, self.temperature_scaled)]
+        rows.append((f"{self.draws} draws" if self.chosen != "none" else "chosen", "", self.after))
+        lines += [f"  {name:<{width}}  {scores}" + (f"  ({note})" if note else "") for name, note, scores in rows]
+        lines.append(
+            f"temperature {self.temperature:.3f}"
+            + (f" after draws at {self.draw_temperature:.3f}" if self.draw_temperature != 1 else "")
+            + f"; of the mean network in one pass {self.mean_temperature:.3f}"
+        )
+        lines += self._verdict()
+        if self.chosen != "none":
+            lines += bars(self.spread, self.factors)
+        if self.tried:
+            lines.append("tried   (level, slope over the depth, NLL on so many examples)")
+            lines += [
+                f"  x{math.exp(one.level):<6.3g} {one.slope:+.1f}  {one.nll:8.4f}  {one.examples}" for one in self.tried
+            ]
+        lines.append(
+            f"work    {self.passes:,} inputs through the network and {self.scoring_passes:,} for the last scores; "
+            + ", ".join(f"{name} {value:.0f} s" for name, value in self.seconds.items())
+        )
+        if self.interrupted:
+            lines.append("interrupted: the best until then was kept")
+        return "\n".join(lines)
+
+    def _verdict(self) -> list[str]:
+        if self.gain is None or self.gain_error is None:
+            return []
+        if self.chosen == "none":
+            return [
+                f"Draws are no better than the temperature alone here (gain in NLL {max(self.gain, 0.0):.4f} +- "
+                f'{self.gain_error:.4f}): predict in one pass, draws="mean".'
+            ]
+        measured = f"NLL lower by {self.gain:.4f} +- {self.gain_error:.4f} than with the temperature alone"
+        return [f"spread  {self.chosen}; {measured}, on examples that it was not learned on"]
 
 
 @dataclass(frozen=True)
 class BayesianizeReport:
-    """The result of `bayesianize_`. Print it for a summary.
-
-    patch           what was patched.
-    jitter          of each group of sites, the jitter that training began with (or that was left, without training).
-    spread          of each group, the factor that the trained components' deviations from their mean were multiplied by.
-    balance         the last factor on all deviations, which made the mean confidence equal to the accuracy.
-    jitter_source   "held-out", "given" or "default" (no held-out data: the documented value).
-    kept            "trained", or "untrained" where training did not improve the held-out NLL and was undone.
-    tried           all points of the search.
-    num_held_out    held-out examples that chose and that `before`, `after` and `temperature_scaled` are computed on; 0: none.
-    before, after   the original network, and the bayesianized one. The same examples chose a few scalars.
-    temperature, temperature_scaled   the reference: one temperature for the original, fitted on the same examples.
-    first_loss, last_loss   mean training loss of the first and last tenth of the steps; None without training.
-    patch_bytes, model_bytes  what the patches take in a file, and the original network.
-    seconds         time of each part.
-    """
+    """What `bayesianize_` patched, and what `calibrate_` made of it."""
 
     patch: PatchReport
-    jitter: dict[str, float]
-    spread: dict[str, float]
-    balance: float
-    jitter_source: str
-    kept: str
-    tried: tuple[Trial, ...]
-    num_held_out: int
-    before: Scores | None
-    after: Scores | None
-    temperature: float | None
-    temperature_scaled: Scores | None
-    num_steps: int
-    first_loss: float | None
-    last_loss: float | None
+    calibration: CalibrationReport
     patch_bytes: int
     model_bytes: int
-    seconds: dict[str, float]
+    call: str = field(default="")
+
+    def __getattr__(self, name: str) -> Any:
+        """The fields of `calibration` are also those of this report."""
+        if name.startswith("_") or name == "calibration":
+            raise AttributeError(name)
+        return getattr(self.calibration, name)
 
     def __str__(self) -> str:
-        lines = [str(self.patch), ""]
-        source = {"default": "the documented default: no held-out data", "given": "given", "held-out": "chosen"}
-        lines.append(f"jitter  {_scales(self.jitter)} ({source[self.jitter_source]})")
-        if self.num_steps:
-            lines.append(f"loss    {self.first_loss:.4f} -> {self.last_loss:.4f} in {self.num_steps} steps")
-            lines.append(
-                f"spread  {_scales(self.spread)} times what training left"
-                if self.kept == "trained"
-                else "training did not improve the held-out NLL, so the untrained components were kept"
-            )
-        if self.balance != 1:
-            lines.append(f"balance {self.balance:.4g} times that, to bring the confidence to the accuracy")
-        for trial in self.tried:
-            lines.append(f"  tried {trial.stage} {_scales(trial.scales):<28} {trial.scores}")
-        if self.before is not None:
-            chosen = " (those that made the choices)" if self.tried else ""
-            lines.append(f"on {self.num_held_out} held-out examples{chosen}")
-            lines.append(f"  before                    {self.before}")
-            lines.append(f"  after                     {self.after}")
-            lines.append(f"  temperature {self.temperature:<5.2f} instead {self.temperature_scaled}")
         share = 100 * self.patch_bytes / self.model_bytes
-        lines.append(
-            f"size    {self.patch_bytes:,} bytes of patches, {share:.1f} % of the network's {self.model_bytes:,}"
-        )
-        if self.seconds:
-            lines.append("time    " + ", ".join(f"{name} {value:.0f} s" for name, value in self.seconds.items()))
-        return "\n".join(lines)
+        size = f"size    {self.patch_bytes:,} bytes of patches, {share:.1f} % of the network's {self.model_bytes:,}"
+        return "\n".join([str(self.patch), "", str(self.calibration), size, "load    " + self.call])
 
 
-def _scales(scales: dict[str, float]) -> str:
-    return ", ".join(f"{group} {value:.4g}" for group, value in scales.items())
+def bars(spread: Mapping[str, float], factors: Mapping[str, float]) -> list[str]:
+    """A line for each site: its spread, a bar on a logarithmic scale, and the factor that made it."""
+    shown = {name: value for name, value in spread.items() if value > 0}
+    if not shown:
+        return []
+    width = max(len(name) for name in shown)
+    low, high = math.log(min(shown.values())), math.log(max(shown.values()))
+    lines = ["spread of each site, as a part of its values (bars: logarithmic)"]
+    for name, value in shown.items():
+        length = 1 + round((_BAR - 1) * ((math.log(value) - low) / (high - low) if high > low else 1.0))
+        factor = f"  x{factors[name]:.2g}" if name in factors else ""
+        lines.append(f"  {name:<{width}} {100 * value:6.2f} % {'#' * length:<{_BAR}}{factor}")
+    return lines

@@ -4,7 +4,7 @@ import re
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
@@ -24,43 +24,47 @@ def bayesianize(
     ],
     data: Annotated[str, typer.Option(help="The data it was trained on, such as cifar100 or images:DIR.")],
     held_out: Annotated[
-        str | None,
-        typer.Option(
-            help="A part of the data that it was not trained on, such as test[:5000], to choose the jitter by."
-        ),
+        str,
+        typer.Option(help="A part of the data that it was not trained on, such as test[:5000]: it chooses everything."),
+    ],
+    method: Annotated[
+        str, typer.Option(help="How layers are drawn: spread(5), ecmp(5), rankone(5), ...")
+    ] = "spread(5)",
+    sites: Annotated[
+        str, typer.Option(help="Layers to patch; auto: the first ones, within a tenth of the network or 200 kB.")
+    ] = "auto",
+    predict_cost: Annotated[
+        float | None,
+        typer.Option(help="What all draws may cost, in passes of the network: the last layers are then patched."),
     ] = None,
-    method: Annotated[Literal["ecmp", "emp"], typer.Option(help="How components are drawn.")] = "ecmp",
-    components: Annotated[int, typer.Option("-K", "--components", help="Components of each patched layer.")] = 5,
-    sites: Annotated[str, typer.Option(help="Layers to patch.")] = "norm+output",
-    jitter: Annotated[float | None, typer.Option(help="A jitter instead of the one that held-out data choose.")] = None,
-    epochs: Annotated[float, typer.Option(help="Passes over the training data; 0 only chooses the jitter.")] = 0.5,
-    lr: Annotated[float | None, typer.Option(help="Learning rate of the patches.")] = None,
-    batch_size: Annotated[int, typer.Option(help="Examples in a step.")] = 128,
-    seed: Annotated[int, typer.Option(help="Of components, draws and data order.")] = 0,
+    draws: Annotated[int, typer.Option(min=1, help="Draws that predictions will take.")] = 20,
+    budget: Annotated[
+        int, typer.Option(min=1, help="Inputs through the network for learning; a backward pass counts as two.")
+    ] = 40_000,
+    batch_size: Annotated[int, typer.Option(min=1, help="Examples read at a time.")] = 128,
+    seed: Annotated[int, typer.Option(help="Of components, and of the part of the held-out data that is used.")] = 0,
     data_dir: Annotated[Path | None, typer.Option(help="Where data sets lie; else $PATCHBAYES_DATA.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Turn a trained network into a Bayesian one.
 
-    The network itself is not trained again: the chosen layers get K components around the trained values; only these are
-    trained, for a part of an epoch, and how far they spread is chosen on held-out data. The result is a patch file, a few
-    percent of a large network's size, in a run folder that points to the checkpoint: keep both. Without --held-out a documented
-    default jitter is taken, and the command says so.
+    The network itself is not trained again. The chosen layers become random around their trained values; how far is learned on
+    the held-out data, and how sharp the averaged prediction is. The result is a patch file, a few percent of a large network's
+    size, in a run folder that points to the checkpoint: keep both. The folder is written when all is done.
 
     \b
     patchbayes bayesianize resnet20.safetensors runs/bayes --model cifar_resnet20 --data cifar100 --held-out "test[:5000]"
-    patchbayes evaluate runs/bayes --split "test[5000:]" --temperature-on "test[:5000]"
+    patchbayes evaluate runs/bayes --split "test[5000:]"
     """
     import dataclasses
 
     from ..bayesianizing.run import bayesianize_checkpoint
-    from ..training import build_method
+    from ..posteriors.text import parse_method
 
-    options: dict[str, Any] = {"epochs": epochs, "sites": sites, "method": build_method(method, components=components)}
-    if epochs == 0 and lr is not None:
-        raise typer.BadParameter("--lr is for training the patches, and --epochs 0 does not.")
-    options |= {} if lr is None else {"lr": lr}
-    options |= {} if jitter is None else {"jitter": jitter}
+    if not sites:
+        raise typer.BadParameter("--sites: expected layers, such as norm+output, got nothing.")
+    options: dict[str, Any] = {"sites": sites, "method": parse_method(method), "draws": draws, "budget": budget}
+    options |= {} if predict_cost is None else {"predict_cost": predict_cost}
     _, report = bayesianize_checkpoint(
         checkpoint,
         folder,
@@ -74,18 +78,16 @@ def bayesianize(
         **options,
     )
     if as_json:
-        content = dataclasses.asdict(report)
-        content.pop("patch")
+        content = dataclasses.asdict(report.calibration)
+        content |= {"patch_bytes": report.patch_bytes, "model_bytes": report.model_bytes}
         show_json({"folder": str(folder), **content})
         return
     show(str(report))
     show(f"\nwritten: {folder}\nnext: patchbayes evaluate {shlex.join([str(folder), *_apart_from(held_out)])}")
 
 
-def _apart_from(held_out: str | None) -> list[str]:
-    """Options of `evaluate` that score what the jitter was not chosen on: after test[:500], test[500:]."""
-    if held_out is None:
-        return []
+def _apart_from(held_out: str) -> list[str]:
+    """Options of `evaluate` that score what nothing was chosen on: after test[:500], test[500:]."""
     first, last = re.fullmatch(r"test\[:(\d+)\]", held_out), re.fullmatch(r"test\[(\d+):\]", held_out)
     others = f"test[{first[1]}:]" if first else f"test[:{last[1]}]" if last else "PART"
-    return ["--split", others, "--temperature-on", held_out]
+    return ["--split", others]

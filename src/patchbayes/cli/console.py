@@ -8,26 +8,33 @@ from typing import Any
 
 import typer
 
+from ..plain_text import clean, escaped
+
 
 def show(text: str = "") -> None:
     """Print a result to standard output."""
-    typer.echo(text)
+    typer.echo(clean(text))
 
 
 def tell(text: str) -> None:
     """Say what is going on, on standard error: only where a person watches."""
     if sys.stderr.isatty():
-        typer.echo(text, err=True)
+        typer.echo(clean(text), err=True)
 
 
 def warn(text: str) -> None:
     """Say on standard error what must not be missed, whoever reads it."""
-    typer.echo(text, err=True)
+    typer.echo(clean(text), err=True)
+
+
+def as_json_line(content: Any) -> str:
+    """A result for a program, on one line."""
+    return escaped(json.dumps(finite(content), ensure_ascii=False))
 
 
 def show_json(content: Any) -> None:
     """Print a result for a program: JSON, where what is not a finite number is null."""
-    typer.echo(json.dumps(finite(content), indent=1, ensure_ascii=False))
+    typer.echo(escaped(json.dumps(finite(content), indent=1, ensure_ascii=False)))
 
 
 def finite(content: Any) -> Any:

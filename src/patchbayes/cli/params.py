@@ -33,7 +33,7 @@ def params(
     """
     from ..nets.named import build_net
 
-    network = build_net(model, outputs, parse_shape(input_shape))
+    network = build_net(model, outputs, parse_shape(input_shape), trust_code=True)  # named on the command line
     base, rows = costs(network, sites, components or [2, 5, 10])
     if as_json:
         show_json({"model": model, "parameters": base, "choices": rows})
@@ -53,6 +53,12 @@ def params(
         for row in rows
     ]
     show_table(["sites", "K", "layers", "parameters", "added", "weights", "EMP networks", "ECMP networks"], table)
+    shares = {row["sites"]: row["overhead_percent"] / (row["components"] - 1) for row in rows if row["components"] > 1}
+    if shares:
+        alone = {name: share for name, share in shares.items() if "+" not in name} or shares
+        show("Patching keeps K copies of the chosen layers: it adds K - 1 times their share of the parameters.")
+        show(f"That share, here: {', '.join(f'{name} {share:.3g} %' for name, share in alone.items())}.")
+        show("Norms are nearly free; an output layer with many classes in a small network is not.")
 
 
 def costs(network: Any, sites: list[str] | None, components: list[int]) -> tuple[int, list[dict[str, Any]]]:
@@ -63,7 +69,7 @@ def costs(network: Any, sites: list[str] | None, components: list[int]) -> tuple
     """
     from ..counting import overhead_percent, patched_count
     from ..errors import NothingToPatch
-    from ..selection import select
+    from ..patching.selection import select
 
     base = sum(p.numel() for p in network.parameters())
     rows: list[dict[str, Any]] = []
@@ -106,6 +112,6 @@ def _memory(parameters: int) -> str:
 
 
 def _count(log10: float) -> str:
-    from ..draws import format_count
+    from ..draws.draws import format_count
 
     return format_count(log10)

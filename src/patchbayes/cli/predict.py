@@ -2,7 +2,7 @@
 
 import csv
 import itertools
-import json
+import shlex
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -10,16 +10,18 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from .console import finite, show, tell, warn
+from ..plain_text import clean
+from .console import as_json_line, show, tell, warn
+from .options import MOST_DRAWS, TrustCode
 
 
 def predict(
     run: Annotated[Path, typer.Argument(help="A run folder.")],
     files: Annotated[
-        list[Path],
+        list[str],
         typer.Argument(help="Image files or folders of them; or CSV files with the columns of the training data."),
     ],
-    draws: Annotated[int, typer.Option(help="Draws to average.")] = 20,
+    draws: Annotated[int | None, typer.Option(min=1, max=MOST_DRAWS, help="Draws to average; 20 if not given.")] = None,
     risk: Annotated[
         float | None,
         typer.Option(
@@ -27,12 +29,15 @@ def predict(
         ),
     ] = None,
     tolerance: Annotated[
-        float | None, typer.Option(help="Stop drawing for an input when its Monte-Carlo error is below this.")
+        float | None,
+        typer.Option(
+            help="Instead of --draws: draw for each input until its Monte-Carlo error is below this, at most 400 times."
+        ),
     ] = None,
     output: Annotated[
         Literal["table", "jsonl", "csv"], typer.Option("--format", help="jsonl: a JSON object on each line.")
     ] = "table",
-    batch_size: Annotated[int, typer.Option(help="Inputs predicted at a time.")] = 64,
+    batch_size: Annotated[int, typer.Option(min=1, max=MOST_DRAWS, help="Inputs predicted at a time.")] = 64,
     which: Annotated[
         Literal["best", "last"], typer.Option("--checkpoint", help="Which checkpoint of a training.")
     ] = "best",
@@ -43,34 +48,43 @@ def predict(
     data_dir: Annotated[
         Path | None, typer.Option(help="Where data sets lie (for --risk); else $PATCHBAYES_DATA.")
     ] = None,
+    trust_code: TrustCode = False,
 ) -> None:
     """Answer new inputs, and say how far to trust each.
 
     A row for each input, as it comes: class, probability, uncertainty, and whether to ask a human. Epistemic uncertainty is
     what the draws disagree on (mutual information), aleatoric what remains when the network is known (expected entropy),
     both in nats; in regression they are standard deviations in the units of the target. For --risk a part of the run's data
-    is predicted first and a threshold on the probability is set from it.
+    is predicted first and a threshold on the probability is set from it. An input that cannot be answered is named after
+    the others, and the exit code is 1.
 
     \b
     patchbayes predict runs/ecmp photos/ --risk 0.05
     patchbayes predict runs/wine rows.csv --format jsonl | jq .mean
     """
-    from ..evaluation.new_inputs import NewInputs
+    from ..runs import NewInputs
 
     if risk is None and risk_on is not None:
         raise typer.BadParameter("--risk-on is for --risk; give both.")
-    answering = NewInputs.open(run, which, data_dir, draws=draws, tolerance=tolerance, batch_size=batch_size)
+    if "" in files:  # as a path it would be the working directory
+        raise typer.BadParameter("an empty name is no file or folder; write . for this folder.")
+    answering = NewInputs.open(
+        run, which, data_dir, draws=draws, tolerance=tolerance, batch_size=batch_size, trust_code=trust_code
+    )
     if risk is not None:
         tell(f"setting the threshold for a risk of {risk:g} on {risk_on or 'held_out'} ...")
         answering = answering.referring(risk, risk_on or "held_out")
         warn(answering.about_threshold)
-    _write(answering.answers(files), output)
+    _write(answering.answers([Path(file) for file in files]), output)
+    if risk is None and output == "table":
+        tell("next: which answers to leave to a human, so that at most 5 % of the others are wrong")
+        tell(f"    patchbayes predict {shlex.join([str(run), *files])} --risk 0.05")
 
 
 def _write(rows: Iterable[dict[str, Any]], output: str) -> None:
     if output == "jsonl":
         for row in rows:
-            show(json.dumps(finite(row), ensure_ascii=False))
+            show(as_json_line(row))
     elif output == "csv":
         writer: Any = None
         for row in rows:
@@ -115,6 +129,7 @@ def _cell(value: Any) -> str:
 
 def _harmless(value: Any) -> Any:
     """A text that a spreadsheet would run as a formula gets a quote in front; a number is none."""
+    value = clean(value) if isinstance(value, str) else value
     formula = isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) and not _is_number(value)
     return f"'{value}" if formula else value
 

@@ -8,14 +8,13 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from .console import show, show_json
-
-Method = Literal["vanilla", "dropout", "emp", "ecmp", "dropconnect", "meanfield", "ensemble"]
+from .console import show, show_json, tell
+from .options import TrustCode, need
 
 
 def _list_settings(wanted: bool) -> None:
     if wanted:
-        from ..training import TrainingConfig
+        from ..runs import TrainingConfig
 
         show(inspect.getdoc(TrainingConfig) or "")
         raise typer.Exit
@@ -35,13 +34,16 @@ def train(
             help="small_cnn, mlp, cifar_resnet20, resnet18, ..., timm:NAME, torchvision:NAME, package.module:function."
         ),
     ] = None,
-    method: Annotated[Method | None, typer.Option(help="ecmp if not given; vanilla is not patched.")] = None,
-    sites: Annotated[str | None, typer.Option(help="Layers to patch, such as norm+output.")] = None,
-    components: Annotated[
-        int | None, typer.Option("-K", "--components", help="Components of each patched layer.")
+    method: Annotated[
+        str | None,
+        typer.Option(
+            help='"ecmp(5)" if not given; "emp(5, jitter=0.3)", "dropout(0.1)", "norm: emp(5); linear: dropout(0.1)", ...; '
+            "vanilla is not patched."
+        ),
     ] = None,
-    rate: Annotated[float | None, typer.Option(help="Share that dropout drops.")] = None,
-    jitter: Annotated[float | None, typer.Option(help="How far apart the components start.")] = None,
+    sites: Annotated[
+        str | None, typer.Option(help="Layers to patch, such as norm+output; the method's own if not given.")
+    ] = None,
     objective: Annotated[
         Literal["elbo", "simplified"] | None,
         typer.Option(help="elbo if not given; simplified: the paper's appendix C.1."),
@@ -67,6 +69,14 @@ def train(
     ] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Where data sets lie; else $PATCHBAYES_DATA.")] = None,
     tensorboard: Annotated[bool | None, typer.Option("--tensorboard", help="Write TensorBoard files too.")] = None,
+    columns: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--column",
+            metavar="NAME:KIND",
+            help="What a column of a CSV file holds: number, decimal-comma, category or ignore. May be given several times.",
+        ),
+    ] = None,
     config: Annotated[
         Path | None, typer.Option(help="A JSON file with any of these settings, such as the config.json of a run.")
     ] = None,
@@ -83,6 +93,7 @@ def train(
         typer.Option("--settings", help="List all settings, and leave.", is_eager=True, callback=_list_settings),
     ] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")] = False,
+    trust_code: TrustCode = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the last row of metrics as JSON.")] = False,
 ) -> None:
@@ -94,34 +105,37 @@ def train(
 
     \b
     patchbayes train runs/ecmp --data digits --model small_cnn --method ecmp --epochs 20
-    patchbayes train runs/emp --data cifar100 --model cifar_resnet20 --method emp -K 5 --set warmup=1
+    patchbayes train runs/emp --data cifar100 --model cifar_resnet20 --method "emp(5, jitter=0.3)" --set warmup=1
     patchbayes train runs/ecmp --resume
     """
     from ..errors import PatchbayesError
-    from ..training import RunFolder, TrainingConfig
-    from ..training import train as train_network
+    from ..runs import RunFolder, TrainingConfig
+    from ..runs import train as train_network
 
     named = {
-        "data": data, "model": model, "method": method, "sites": sites, "components": components, "rate": rate,
-        "jitter": jitter, "objective": objective, "optimizer": optimizer, "lr": lr, "patch_lr": patch_lr,
+        "data": data, "model": model, "method": method, "sites": sites, "objective": objective,
+        "optimizer": optimizer, "lr": lr, "patch_lr": patch_lr,
         "schedule": schedule, "epochs": epochs, "batch_size": batch_size, "draws_per_step": draws_per_step, "seed": seed,
         "precision": precision, "device": device, "held_out": held_out, "tensorboard": tensorboard,
-        "data_dir": None if data_dir is None else str(data_dir),
+        "data_dir": None if data_dir is None else str(data_dir), "columns": columns,
     }  # fmt: skip
+    need("train", {"accelerate": "cli"})
     chosen: dict[str, Any] = {}
     if resume and ((folder / "config.json").exists() or data is None):  # killed before it began: the options tell
         begun = RunFolder.open(folder)
         if begun.kind != "train":
-            raise PatchbayesError(f"{folder} is the run of a {begun.kind}; only a training can be resumed.")
-        chosen |= begun.config["training"]
+            raise PatchbayesError(f'{folder} holds a run of the kind "{begun.kind}"; only a training can be resumed.')
+        chosen |= begun.training.to_json()
     if config is not None:
         chosen |= _from_file(config)
-    chosen |= {name: value for name, value in named.items() if value is not None}
-    chosen |= dict(map(_setting, settings or []))
+    typed = {name: value for name, value in named.items() if value is not None} | dict(map(_setting, settings or []))
+    _refuse_code_of_files({key: value for key, value in chosen.items() if key not in typed}, trust_code)
+    chosen |= typed
     missing = [f"--{name}" for name in ("data", "model") if name not in chosen]
     if missing:
         raise typer.BadParameter(f"give {' and '.join(missing)}.")
-    run = train_network(TrainingConfig.from_json(chosen), folder, resume=resume, quiet=quiet)
+    settings_of_run = TrainingConfig.from_json(chosen)
+    run = train_network(settings_of_run, folder, resume=resume, quiet=quiet, trust_code=True, say=tell)
     history = run.history()
     if as_json:
         show_json({"folder": str(folder), **(history[-1] if history else {})})
@@ -134,14 +148,32 @@ def train(
     show(f"next: patchbayes evaluate {shlex.quote(str(folder))}")
 
 
+def _refuse_code_of_files(read: dict[str, Any], trust_code: bool) -> None:
+    """Functions are run that the command line names; those that a file names only where they are trusted."""
+    from ..data import names_code as data_names_code
+    from ..errors import UntrustedCode
+    from ..nets.named import names_code as model_names_code
+
+    for key, names_code in (("model", model_names_code), ("data", data_names_code)):
+        spec = read.get(key)
+        if isinstance(spec, str) and names_code(spec) and not trust_code:
+            raise UntrustedCode(
+                f"the configuration names code of its own: {key} {spec!r} is a function of a Python module.\n"
+                f"  do       look at that code; if you trust it, add --trust-code, or name it yourself: --{key} {spec}"
+            )
+
+
 def _from_file(path: Path) -> dict[str, Any]:
+    from ..errors import PatchbayesError
+    from ..files import read_json
+
     try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise typer.BadParameter(f"--config {path}: {error}") from None
+        content = read_json(path)
+    except PatchbayesError as error:
+        raise typer.BadParameter(f"--config: {error}") from None
     found = content.get("training", content) if isinstance(content, dict) else None
     if not isinstance(found, dict):
-        raise typer.BadParameter(f"--config {path}: a JSON object with settings is needed.")
+        raise typer.BadParameter(f"--config {path}: expected a JSON object with settings.")
     return found
 
 
@@ -152,5 +184,5 @@ def _setting(text: str) -> tuple[str, Any]:
         raise typer.BadParameter(f"--set {text}: write KEY=VALUE, such as --set warmup=1.")
     try:
         return key.replace("-", "_"), json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return key.replace("-", "_"), value

@@ -1,14 +1,16 @@
 """Data sets: readers of usual layouts, splits, preparation of raw examples, downloads, image corruptions."""
 
 from .arrays import from_arrays
+from .columns import Column, Kind, parse_columns
 from .contents import Contents
 from .corrupted_folders import read_corrupted
 from .corruptions import CORRUPTIONS, SEVERITIES, CorruptedSplit, corrupt
 from .csv_file import csv_rows
 from .dataset import Dataset
 from .image_files import ImageFileSplit, decode_image, decode_images
+from .limits import Limits
 from .preparation import Augmentation, Preparation
-from .reading import read
+from .reading import names_code, read
 from .splits import ArraySplit, Split, Task
 
 __all__ = [
@@ -16,10 +18,13 @@ __all__ = [
     "SEVERITIES",
     "ArraySplit",
     "Augmentation",
+    "Column",
     "Contents",
     "CorruptedSplit",
     "Dataset",
     "ImageFileSplit",
+    "Kind",
+    "Limits",
     "Preparation",
     "Split",
     "Task",
@@ -28,6 +33,8 @@ __all__ = [
     "decode_image",
     "decode_images",
     "from_arrays",
+    "names_code",
+    "parse_columns",
     "read",
     "read_corrupted",
 ]

@@ -1,9 +1,11 @@
 """Data sets from arrays in memory, and from npz files that hold them."""
 
+import math
+import os
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 import torch
@@ -11,32 +13,77 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import PatchbayesError
+from ..files import open_regular
 from .contents import Contents
+from .limits import Limits
 from .splits import ArraySplit, Task
 
 _NAMES = ("x_train", "y_train", "x_test", "y_test")
+_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+_LAST_CHARACTER = 0x10FFFF
+_KINDS = "fiubcU"  # complex numbers are refused below, by name
 
 
 def read_npz(file: Path, task: Task | None = None) -> Contents:
     """The arrays x_train, y_train, x_test and y_test (and, if you like, classes: their names) of an npz file."""
-    arrays: dict[str, NDArray[Any]] = {}
     try:
-        with zipfile.ZipFile(file) as archive:
-            for member in archive.namelist():
-                name = member.removesuffix(".npy")
-                if name in (*_NAMES, "classes"):
-                    with archive.open(member) as content:
-                        arrays[name] = np.lib.format.read_array(content, allow_pickle=False)
+        with open_regular(file) as content:
+            size = os.fstat(content.fileno()).st_size
+            with zipfile.ZipFile(content) as archive:
+                arrays = _members(archive, str(file), size)
+    except PatchbayesError:
+        raise
     except Exception as error:  # damaged files raise many kinds: zlib's, tokenize's, ...
-        raise PatchbayesError(f"{file}: not a complete npz file of plain arrays ({error}).") from error
+        why = str(error) or type(error).__name__
+        raise PatchbayesError(f"{file}: not a complete npz file of plain arrays ({why}).") from error
     lacking = [name for name in _NAMES if name not in arrays]
     if lacking:
         raise PatchbayesError(f"{file}: lacks {', '.join(lacking)}; {', '.join(_NAMES)} are needed.")
-    classes = [str(name) for name in arrays.pop("classes", np.array([]))] or None
+    named = arrays.pop("classes", None)
+    if named is not None and named.ndim != 1:
+        raise PatchbayesError(f"{file}: classes {named.shape}; one name for each class, in one dimension.")
     try:
-        return from_arrays(*(arrays[name] for name in _NAMES), task=task, classes=classes)
+        classes = None if named is None else [str(name) for name in named.tolist()]
+        return from_arrays(*(arrays[name] for name in _NAMES), task=task, classes=classes or None)
     except PatchbayesError as error:
         raise PatchbayesError(f"{file}: {error}") from error
+
+
+def _members(archive: zipfile.ZipFile, where: str, size: int) -> dict[str, NDArray[Any]]:
+    """The arrays that are looked for, each at most once, no larger together than the `Limits` allow."""
+    members: dict[str, zipfile.ZipInfo] = {}
+    for member in archive.infolist():
+        name = member.filename.removesuffix(".npy")
+        if name not in (*_NAMES, "classes"):
+            continue
+        if name in members:
+            raise PatchbayesError(f"{where}: holds {name} twice, and which one counts cannot be known; save it again.")
+        members[name] = member
+    Limits.current().check_unpacked(where, sum(member.file_size for member in members.values()), size)
+    arrays = {}
+    for name, member in members.items():
+        with archive.open(member) as content:
+            arrays[name] = _array(cast(BinaryIO, content), member.file_size)
+    return arrays
+
+
+def _array(content: BinaryIO, size: int) -> NDArray[Any]:
+    """The array of an npy member of `size` bytes. Memory is taken for what is there, not for what the header promises."""
+    version = np.lib.format.read_magic(content)
+    if version not in _HEADERS:
+        raise ValueError(f"version {version[0]}.{version[1]} of the npy format; 1.0 or 2.0 is needed")
+    shape, by_columns, dtype = _HEADERS[version](content)
+    if dtype.kind not in _KINDS or dtype.itemsize == 0:
+        raise ValueError(f"values of the type {dtype}; numbers or texts are needed")
+    expected = math.prod(shape) * dtype.itemsize
+    if expected != size - content.tell():
+        raise ValueError(f"{shape} values of {dtype} are {expected:,} bytes, and {size - content.tell():,} are there")
+    values = np.frombuffer(content.read(), dtype=dtype)
+    if content.read(1) or values.size != math.prod(shape):
+        raise ValueError("cut short")
+    if dtype.kind == "U" and (values.view(dtype.byteorder + "u4") > _LAST_CHARACTER).any():
+        raise ValueError("texts with characters that do not exist")
+    return values.reshape(shape, order="F" if by_columns else "C")
 
 
 def from_arrays(
@@ -110,7 +157,12 @@ def _class_numbers(
             raise PatchbayesError(
                 f"{name}: {y.dtype} values are not class numbers or names; for a regression, task='regression'."
             )
+        if y.dtype.kind != "U":
+            Limits.current().check_classes(name, int(y.max()) + 1)
+    if classes is not None:
+        Limits.current().check_classes("classes", len(classes))
     if y_train.dtype.kind == "U":
+        Limits.current().check_classes("y_train", len(set(y_train.tolist())))
         names = tuple(classes or sorted(set(y_train.tolist())))
         number = {name: i for i, name in enumerate(names)}
         unknown = sorted((set(y_train.tolist()) | set(y_test.astype(str).tolist())) - number.keys())

@@ -1,10 +1,13 @@
-"""Small data sets that scikit-learn carries along: digits and photos (images), diabetes (a regression)."""
+"""Small data sets that need no download: fashion (images, in this package), and what scikit-learn carries along, digits and
+photos (images) and diabetes (a regression)."""
 
+from pathlib import Path
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from .arrays import read_npz
 from .contents import Contents
 from .extras import optional
 from .splits import ArraySplit, shuffled
@@ -12,6 +15,12 @@ from .splits import ArraySplit, shuffled
 _SPLIT_SEED = 0
 _LEVELS = 16
 _PIECE = 32
+_FASHION = Path(__file__).parent / "fashion" / "fashion.npz"
+
+
+def read_fashion() -> Contents:
+    """3,000 training and 2,000 test images of Fashion-MNIST at 14 x 14 pixels, ten classes, as many of each."""
+    return read_npz(_FASHION)
 
 
 def read_digits() -> Contents:

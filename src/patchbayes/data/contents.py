@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..errors import PatchbayesError
+from .columns import Column
 from .dataset import Dataset
 from .preparation import Augmentation, Preparation
 from .splits import Split, Task, shuffled
@@ -21,6 +22,7 @@ class Contents:
 
     classes, features: as in `Dataset`. held_out: where the data come with such a part of their own.
     statistics: mean and deviation of each channel or feature, where published; those of the training part where None.
+    columns: as in `Dataset`.
     """
 
     task: Task
@@ -31,6 +33,7 @@ class Contents:
     held_out: Split | None = None
     augmentation: Augmentation = "none"
     statistics: tuple[tuple[float, ...], tuple[float, ...]] | None = None
+    columns: tuple[Column, ...] = ()
 
     def dataset(self, name: str, held_out: float = 0.1, seed: int = 0) -> Dataset:
         """The data set: the share `held_out` of the training part, drawn by the seed, is kept for selection."""
@@ -41,7 +44,7 @@ class Contents:
         mean, std = self.statistics or _statistics_of_inputs(train)
         target_mean, target_std = ((), ()) if self.task == "classification" else _statistics(train.targets)
         preparation = Preparation(mean, std, self.augmentation, target_mean, target_std)
-        return Dataset(name, self.task, train, kept, self.test, self.classes, self.features, preparation)
+        return Dataset(name, self.task, train, kept, self.test, self.classes, self.features, preparation, self.columns)
 
 
 def divided(name: str, train: Split, own: Split | None, held_out: float, seed: int) -> tuple[Split, Split | None]:

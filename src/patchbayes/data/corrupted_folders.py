@@ -60,6 +60,8 @@ def _cifar_c(folder: Path, name: str, severity: int, num_classes: int, shape: tu
 
 def _array(file: Path) -> NDArray[Any]:
     """The array of an npy file, mapped rather than read: a severity is a fifth of it. Objects are refused."""
+    if not file.is_file():
+        raise PatchbayesError(f"{file} is not there, or is no file.")
     try:
         return np.lib.format.open_memmap(file, mode="r")
     except Exception as error:  # damaged headers raise many kinds

@@ -1,36 +1,45 @@
 """Tables in CSV files: a header, one example on each line, one column to predict."""
 
 import csv
+import io
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ..errors import PatchbayesError
+from ..files import open_regular
+from .columns import MISSING, Cell, Column, Kind, check_columns, column_of, value_of
 from .contents import Contents
+from .limits import Limits
 from .splits import ArraySplit, Task, shuffled
 
 # A numeric target with at most this many different whole numbers is a class.
 MOST_CLASSES = 20
-# A text column with more different values than this is a name or a note, not a category.
-_MOST_LEVELS = 50
 _TEST_SHARE = 0.2
 _DELIMITERS = ",;\t|"
-_MISSING = frozenset(("", "nan", "na", "n/a", "null", "?"))
 _SHOWN = 20
 
 
-def read_csv(file: Path, target: str | int | None = None, task: Task | None = None, split: int = 0) -> Contents:
+def read_csv(
+    file: Path,
+    target: str | int | None = None,
+    task: Task | None = None,
+    split: int = 0,
+    columns: Mapping[str, Kind] | None = None,
+) -> Contents:
     """Features and target of a CSV file; a fifth of the rows, drawn by the number `split`, are the test part.
 
     target: name or number (from 0) of the column to predict.
     task: where None, classification if the target is text or has at most 20 different whole numbers, else regression.
+    columns: the kinds of some columns, as in `Column`; those of the others are inferred. What was decided is in
+        `Contents.columns`.
 
-    The delimiter is a comma, semicolon, tab or bar, whichever the header has most of. A text column becomes one 0/1 feature
+    The delimiter is a comma, semicolon, tab or bar, whichever the header has most of. A category becomes one 0/1 feature
     for each of its values, called COLUMN=VALUE.
     """
     if task not in (None, "classification", "regression"):
@@ -39,26 +48,37 @@ def read_csv(file: Path, target: str | int | None = None, task: Task | None = No
     table = list(rows)
     if len(table) < 5:
         raise PatchbayesError(f"{file}: {len(table)} rows; at least 5 are needed for a training and a test part.")
-    column = _target_column(file, header, target)
-    task, classes, targets = _targets(
-        file, header[column], [(row.line, row.cells[column].strip()) for row in table], task
-    )
-    features = _features(file, header, table, column)
-    whole = ArraySplit(_encoded(file, header, table, features), targets)
+    position = _target_column(file, header, target)
+    given = dict(columns or {})
+    check_columns(str(file), given, header)
+
+    def cells(number: int) -> list[Cell]:
+        return [(row.line, row.cells[number].strip()) for row in table]
+
+    task, classes, targets, predicted = _targets(file, header[position], cells(position), task, given)
+    found = [
+        predicted if number == position else column_of(str(file), name, cells(number), given.get(name))
+        for number, name in enumerate(header)
+    ]
+    features = _features(file, found)
+    whole = ArraySplit(_encoded(file, header, table, features, {column.name: column.kind for column in found}), targets)
     order = shuffled(len(whole), split)
     num_test = round(_TEST_SHARE * len(whole))
     test, train = (whole.subset(rows.sort().values) for rows in (order[:num_test], order[num_test:]))
-    return Contents(task, train, test, classes, features)
+    return Contents(task, train, test, classes, features, columns=tuple(found))
 
 
-def csv_rows(file: Path, features: Sequence[str], batch_size: int = 1024) -> Iterator[tuple[list[int], Tensor]]:
+def csv_rows(
+    file: Path, features: Sequence[str], batch_size: int = 1024, columns: Mapping[str, Kind] | None = None
+) -> Iterator[tuple[list[int], Tensor]]:
     """Line numbers and raw inputs (B, F) of a file's rows, some at a time, for the features of an earlier `read_csv`.
 
     The file needs the columns that the features were made of; others, and their order, do not matter.
+    columns: the kinds that the columns had then; numbers have a decimal point where nothing is said.
     """
     header, rows = _open(file)
     while block := list(itertools.islice(rows, batch_size)):
-        yield [row.line for row in block], _encoded(file, header, block, features)
+        yield [row.line for row in block], _encoded(file, header, block, features, columns or {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +101,7 @@ def _open(file: Path) -> tuple[list[str], Iterator[_Row]]:
             raise PatchbayesError(f"{file}: column {position} has no name; the first line must name every column.")
         if name in header[:position]:
             raise PatchbayesError(f"{file}: two columns are called {name!r}; rename one.")
-    if all(map(_is_number, header)):
+    if all(value_of(name) is not None for name in header):
         raise PatchbayesError(f"{file}: the first line holds numbers; it must name the columns.")
 
     def checked() -> Iterator[_Row]:
@@ -100,7 +120,7 @@ def _lines(file: Path) -> Iterator[_Row]:
     if file.is_dir():
         raise PatchbayesError(f"{file} is a folder, and a CSV file is wanted here.")
     try:
-        with file.open(encoding="utf-8-sig", newline="") as lines:
+        with open_regular(file) as content, io.TextIOWrapper(content, encoding="utf-8-sig", newline="") as lines:
             first = lines.readline()
             lines.seek(0)
             reader = csv.reader(lines, delimiter=max(_DELIMITERS, key=first.count), strict=True)
@@ -127,58 +147,80 @@ def _target_column(file: Path, header: list[str], target: str | int | None) -> i
 
 
 def _targets(
-    file: Path, name: str, cells: list[tuple[int, str]], task: Task | None
-) -> tuple[Task, tuple[str, ...], Tensor]:
-    """The task, the class or target names, and the targets, of the (line, text) cells of the target column."""
+    file: Path, name: str, cells: list[Cell], task: Task | None, given: Mapping[str, Kind]
+) -> tuple[Task, tuple[str, ...], Tensor, Column]:
+    """The task, the class or target names, the targets, and what the target column holds."""
     for line, text in cells:
-        if text.lower() in _MISSING:
+        if text.lower() in MISSING:
             raise PatchbayesError(f"{file}, line {line}: no value in the target column {name!r}; remove the line.")
+    column = _target_kind(file, name, cells, task, given.get(name))
+    column = replace(column, target=True)
     texts = [text for _, text in cells]
-    words = [(line, text) for line, text in cells if not _is_number(text)]
-    if words and (task == "regression" or (task is None and len(words) < len(cells))):
-        raise PatchbayesError(
-            f"{file}, line {words[0][0]}: the target {words[0][1]!r} is not a number; repair it, or task='classification'."
-        )
-    if not words:
-        if any(not math.isfinite(float(text)) for text in texts):
+    if column.kind != "category":
+        values = [value_of(text, column.kind) for text in texts]
+        numbers = [value for value in values if value is not None and math.isfinite(value)]
+        if len(numbers) < len(values):
             raise PatchbayesError(f"{file}: the target column {name!r} holds an infinite value; remove its line.")
-        whole = all(float(text).is_integer() for text in texts)
-        few = whole and len({float(text) for text in texts}) <= MOST_CLASSES
-        if task == "regression" or (task is None and not few):
-            return "regression", (name,), torch.tensor([float(text) for text in texts]).unsqueeze(1)
-        texts = [str(int(float(text))) if whole else text for text in texts]
-    classes = tuple(sorted(set(texts), key=str if words else float))
+        whole = all(number.is_integer() for number in numbers)
+        few = whole and len(set(numbers)) <= MOST_CLASSES
+        if task == "regression" or (task is None and (column.given or not few)):
+            return "regression", (name,), torch.tensor(numbers).unsqueeze(1), column
+        texts = [str(int(number)) for number in numbers] if whole else texts
+    if task == "regression":
+        raise PatchbayesError(
+            f"{file}: the target column {name!r} is given as a category; task='regression' needs numbers."
+        )
+    classes = tuple(sorted(set(texts), key=str if column.kind == "category" else _in_order(column.kind)))
     if len(classes) < 2:
         raise PatchbayesError(f"{file}: every row has the target {classes[0]!r}; two or more classes are needed.")
+    Limits.current().check_classes(f"{file}, column {name!r}", len(classes))
     number = {text: i for i, text in enumerate(classes)}
-    return "classification", classes, torch.tensor([number[text] for text in texts])
+    return "classification", classes, torch.tensor([number[text] for text in texts]), replace(column, levels=classes)
 
 
-def _features(file: Path, header: list[str], rows: list[_Row], target: int) -> tuple[str, ...]:
-    """Names of the features: number columns as they are, text columns as COLUMN=VALUE for each value."""
-    features: list[str] = []
-    for column, name in enumerate(header):
-        if column == target:
-            continue
-        cells = [row.cells[column].strip() for row in rows]
-        words = [cell for cell in cells if cell.lower() not in _MISSING and not _is_number(cell)]
-        if not words:
-            features.append(name)
-            continue
-        levels = sorted(set(cells))
-        if len(levels) > _MOST_LEVELS:
+def _target_kind(file: Path, name: str, cells: list[Cell], task: Task | None, given: Kind | None) -> Column:
+    if given == "ignore":
+        raise PatchbayesError(f"{file}: the column to predict, {name!r}, cannot be ignored.")
+    words = [cell for cell in cells if value_of(cell[1]) is None and value_of(cell[1], "decimal-comma") is None]
+    if given is None and words:
+        if task == "regression" or (task is None and len(words) < len(cells)):
             raise PatchbayesError(
-                f"{file}, line {rows[cells.index(words[0])].line}: {words[0]!r} in column {name!r} is not a number, and "
-                f"{len(levels)} different values are too many for a category (at most {_MOST_LEVELS}); repair the value or "
-                f"remove the column."
+                f"{file}, line {words[0][0]}: the target {words[0][1]!r} is not a number; repair it, or say by --column "
+                f"{name}:category (or task='classification') that these are classes."
             )
-        features += [f"{name}={level}" for level in levels]
+        if len(words) == len(cells):  # names, of any number
+            return Column(name, "category")
+    return column_of(str(file), name, cells, given)
+
+
+def _in_order(kind: Kind) -> Callable[[str], float]:
+    return lambda text: value_of(text, kind) or 0.0
+
+
+def _features(file: Path, columns: Sequence[Column]) -> tuple[str, ...]:
+    """Names of the features: number columns as they are, categories as COLUMN=VALUE for each value."""
+    features: list[str] = []
+    for column in columns:
+        if column.target or column.kind == "ignore":
+            continue
+        if column.kind != "category":
+            features.append(column.name)
+            continue
+        alike = [other.name for other in columns if other.name.startswith(f"{column.name}=")]
+        if alike:
+            raise PatchbayesError(
+                f"{file}: the columns {column.name!r} and {alike[0]!r} would give features of the same name; rename one."
+            )
+        features += [f"{column.name}={level}" for level in column.levels]
     if not features:
-        raise PatchbayesError(f"{file}: no column besides the target {header[target]!r}.")
+        target = next(column.name for column in columns if column.target)
+        raise PatchbayesError(f"{file}: no column besides the target {target!r}.")
     return tuple(features)
 
 
-def _encoded(file: Path, header: list[str], rows: list[_Row], features: Sequence[str]) -> Tensor:
+def _encoded(
+    file: Path, header: list[str], rows: list[_Row], features: Sequence[str], kinds: Mapping[str, Kind]
+) -> Tensor:
     """(B, F) float32: the features of some rows."""
     columns: list[list[float]] = []
     categories: dict[str, list[str]] = {}
@@ -190,7 +232,7 @@ def _encoded(file: Path, header: list[str], rows: list[_Row], features: Sequence
             )
         position = header.index(name)
         if name == feature:
-            columns.append([_number(file, row, position, name) for row in rows])
+            columns.append([_number(file, row, position, name, kinds.get(name, "number")) for row in rows])
         else:
             level = feature.removeprefix(f"{name}=")
             columns.append([float(row.cells[position].strip() == level) for row in rows])
@@ -198,7 +240,7 @@ def _encoded(file: Path, header: list[str], rows: list[_Row], features: Sequence
     for name, levels in categories.items():
         for row in rows:
             cell = row.cells[header.index(name)].strip()
-            if cell.lower() in _MISSING or cell not in levels:
+            if cell.lower() in MISSING or cell not in levels:
                 raise PatchbayesError(
                     f"{file}, line {row.line}: {cell!r} in column {name!r} is not one of its values "
                     f"({', '.join(levels[:_SHOWN])}); fill in or remove the line."
@@ -206,18 +248,12 @@ def _encoded(file: Path, header: list[str], rows: list[_Row], features: Sequence
     return torch.tensor(columns).T.contiguous()
 
 
-def _number(file: Path, row: _Row, column: int, name: str) -> float:
-    text = row.cells[column]
-    if not _is_number(text) or not math.isfinite(float(text)):
+def _number(file: Path, row: _Row, column: int, name: str, kind: Kind) -> float:
+    text = row.cells[column].strip()
+    value = value_of(text, kind)
+    if value is None or not math.isfinite(value):
+        hint = " with a decimal comma" if kind == "decimal-comma" else ""
         raise PatchbayesError(
-            f"{file}, line {row.line}: {text!r} in column {name!r} is not a finite number; fill in or remove the line."
+            f"{file}, line {row.line}: {text!r} in column {name!r} is not a finite number{hint}; fill in or remove the line."
         )
-    return float(text)
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
+    return value

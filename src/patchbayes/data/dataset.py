@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import PatchbayesError
+from .columns import Column
 from .preparation import Preparation
 from .splits import Split, Task
 
@@ -19,7 +20,7 @@ class Dataset:
     """What a network is trained, selected and tested on.
 
     name: as given to `read`. classes: class names, or the names of the targets of a regression.
-    features: column names of a table, () for images.
+    features: column names of a table, () for images. columns: what the columns of a CSV file were taken for, () elsewhere.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Dataset:
     classes: tuple[str, ...]
     features: tuple[str, ...]
     preparation: Preparation
+    columns: tuple[Column, ...] = ()
 
     def __post_init__(self) -> None:
         if self.preparation.augmentation != "none" and len(self.input_shape) != 3:

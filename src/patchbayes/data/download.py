@@ -13,10 +13,11 @@ from pathlib import Path, PurePosixPath
 from urllib.parse import urlsplit
 
 from ..errors import PatchbayesError
-from ..files import replacing
+from ..files import abandoned, replacing, writer_mark
 
 _SECONDS = 30
 _CHUNK = 2**20
+_TEMPORARY = ".download."
 _LOG = logging.getLogger("patchbayes")
 
 
@@ -59,7 +60,8 @@ def download(source: Source, root: Path) -> None:
     folder = root / source.folder
     try:
         root.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".download-", dir=root) as temporary_name:
+        _remove_leftovers(root)
+        with tempfile.TemporaryDirectory(prefix=f"{_TEMPORARY}{writer_mark()}", dir=root) as temporary_name:
             temporary = Path(temporary_name)
             fetched = [_fetch(url, temporary) for url in source.urls]
             _verify(fetched, source)
@@ -78,6 +80,13 @@ def download(source: Source, root: Path) -> None:
             f"{folder} lacks {names}, and the download failed ({error}): put the files of {origin} there yourself, or name "
             f"the folder that has them (--data-dir or PATCHBAYES_DATA)."
         ) from error
+
+
+def _remove_leftovers(root: Path) -> None:
+    """Remove what downloads that were killed have left."""
+    for folder in root.glob(f"{_TEMPORARY}*"):
+        if abandoned(folder.name) and folder.is_dir() and not folder.is_symlink():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _fetch(url: str, folder: Path) -> Path:

@@ -11,10 +11,14 @@ import torch
 from torch import Tensor
 
 from ..errors import PatchbayesError
+from ..files import open_regular
 from .extras import optional
+from .limits import Limits
 from .splits import Split
 
 SUFFIXES = frozenset((".jpg", ".jpeg", ".png", ".bmp", ".gif", ".pgm", ".ppm", ".tif", ".tiff", ".webp"))
+# The formats that are decoded, whatever a file is called. Pillow knows others, one of which (EPS) starts a program.
+FORMATS = ("JPEG", "PNG", "BMP", "GIF", "PPM", "TIFF", "WEBP")
 _THREADS = 8
 
 
@@ -50,7 +54,10 @@ def decode_images(files: Sequence[Path], shape: tuple[int, ...]) -> Tensor:
 
 
 def decode_image(file: Path, shape: tuple[int, ...]) -> Tensor:
-    """(C, H, W) uint8 of an image file: upright, resized until it just covers H x W, center cropped."""
+    """(C, H, W) uint8 of an image file: upright, resized until it just covers H x W, center cropped.
+
+    The one place where image files are decoded: regular files of `FORMATS`, within the `Limits`.
+    """
     channels, height, width = shape
     if channels not in (1, 3):
         raise PatchbayesError(
@@ -58,18 +65,24 @@ def decode_image(file: Path, shape: tuple[int, ...]) -> Tensor:
         )
     pillow = optional("PIL.Image", "data", "reading image files")
     operations = optional("PIL.ImageOps", "data", "reading image files")
-    try:
-        with pillow.open(file) as image:
-            if image.mode.startswith(("I", "F")):
-                raise PatchbayesError(
-                    f"{file}: more than 8 bits for each channel (mode {image.mode}); convert it to 8 bits."
-                )
-            upright = operations.exif_transpose(image).convert("RGB" if channels == 3 else "L")
-            pixels = operations.fit(upright, (width, height), method=pillow.Resampling.BILINEAR)
-    except PatchbayesError:
-        raise
-    except FileNotFoundError as error:
-        raise PatchbayesError(f"{file} is not there.") from error
-    except Exception as error:  # decoders raise many kinds on damaged files
-        raise PatchbayesError(f"{file}: cannot be read as an image ({error}); repair or remove it.") from error
+    limits = Limits.current()
+    with open_regular(Path(file)) as content:
+        limits.check_image(str(file), os.fstat(content.fileno()).st_size)
+        try:
+            with pillow.open(content, formats=FORMATS) as image:
+                limits.check_pixels(str(file), *image.size)
+                if image.mode.startswith(("I", "F")):
+                    raise PatchbayesError(
+                        f"{file}: more than 8 bits for each channel (mode {image.mode}); convert it to 8 bits."
+                    )
+                upright = operations.exif_transpose(image).convert("RGB" if channels == 3 else "L")
+                pixels = operations.fit(upright, (width, height), method=pillow.Resampling.BILINEAR)
+        except PatchbayesError:
+            raise
+        except Exception as error:  # decoders raise many kinds on damaged files
+            why = str(error).replace(repr(content), "its content")
+            raise PatchbayesError(
+                f"{file}: cannot be read as an image of a known format ({', '.join(FORMATS)}): {why or type(error).__name__}; "
+                "repair or remove it."
+            ) from error
     return torch.from_numpy(np.array(pixels)).view(height, width, channels).permute(2, 0, 1).contiguous()

@@ -13,6 +13,7 @@ from ..errors import PatchbayesError
 
 Augmentation = Literal["none", "crop", "crop+flip", "resized-crop+flip"]
 _SHIFT = 4
+_LARGEST = 3.4e38  # of float32, in which inputs are prepared
 _AREA = (0.08, 1.0)
 _ASPECT = (3 / 4, 4 / 3)
 
@@ -34,13 +35,19 @@ class Preparation:
     target_std: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.augmentation not in get_args(Augmentation):
+        if not isinstance(self.augmentation, str) or self.augmentation not in get_args(Augmentation):
             raise PatchbayesError(
                 f"Preparation(augmentation={self.augmentation!r}): one of {', '.join(get_args(Augmentation))}."
             )
         for name in ("", "target_"):
             mean, std = getattr(self, f"{name}mean"), getattr(self, f"{name}std")
-            if len(mean) != len(std) or not all(map(math.isfinite, mean)) or not all(0 < s < math.inf for s in std):
+            if not all(isinstance(one, tuple) and all(isinstance(v, float | int) for v in one) for one in (mean, std)):
+                raise PatchbayesError(f"Preparation({name}mean={mean!r}, {name}std={std!r}): expected numbers.")
+            if (
+                len(mean) != len(std)
+                or not all(abs(m) <= _LARGEST for m in mean)
+                or not all(0 < s <= _LARGEST for s in std)
+            ):
                 raise PatchbayesError(
                     f"Preparation({name}mean={mean}, {name}std={std}): as many finite means as positive deviations."
                 )
@@ -83,6 +90,8 @@ class Preparation:
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "Preparation":
         known = {field.name for field in fields(cls)}
+        if not isinstance(config, Mapping):
+            raise PatchbayesError(f"Preparation.from_config: expected an object, got a {type(config).__name__}.")
         if not {"mean", "std"} <= config.keys() <= known:
             raise PatchbayesError(
                 f"Preparation.from_config: given the keys {', '.join(config)}; mean and std are needed, and only "

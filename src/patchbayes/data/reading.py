@@ -2,14 +2,16 @@
 
 import dataclasses
 import difflib
-import importlib
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from ..errors import PatchbayesError
+from ..named_code import called, looks_like_code, named_function
 from .arrays import read_npz
-from .bundled import read_diabetes, read_digits, read_photos
+from .bundled import read_diabetes, read_digits, read_fashion, read_photos
 from .cifar import read_cifar10, read_cifar100
+from .columns import Kind
 from .contents import Contents, divided
 from .csv_file import read_csv
 from .dataset import Dataset
@@ -21,6 +23,7 @@ from .splits import Task
 from .uci import read_uci
 
 FORMS = (
+    "fashion",
     "digits",
     "photos",
     "diabetes",
@@ -35,8 +38,19 @@ FORMS = (
     "npz:FILE",
     "package.module:function",
 )
+_KINDS = tuple(form.split(":")[0].split("[")[0] for form in FORMS[:-1])
 # Which options of `read` a kind of data understands; the others are refused there, never ignored.
-_OPTIONS = {"csv": {"target", "split", "task"}, "uci": {"target", "split"}, "images": {"size"}, "npz": {"task"}}
+_OPTIONS = {
+    "csv": {"target", "split", "task", "columns"},
+    "uci": {"target", "split"},
+    "images": {"size"},
+    "npz": {"task"},
+}
+
+
+def names_code(spec: str) -> bool:
+    """Whether `read(spec)` runs a function that is not of this package."""
+    return spec.partition(":")[0] not in _KINDS and looks_like_code(spec)
 
 
 def read(
@@ -49,6 +63,8 @@ def read(
     size: int | None = None,
     split: int = 0,
     task: Task | None = None,
+    columns: Mapping[str, Kind] | None = None,
+    trust_code: bool = False,
 ) -> Dataset:
     """The data set that a text names; `FORMS` lists the texts.
 
@@ -60,15 +76,21 @@ def read(
     split: uci: which published split; csv: which random split into training and test part. The test part never depends
         on `seed`, so that runs with different seeds can be compared.
     task: csv, npz: forces "classification" or "regression".
+    columns: csv: what some columns hold, {"age": "number"}, as in `Column`; what was decided for all is in the data set's.
+    trust_code: whether a function that the text names may be imported and called; not where the text came with a file of
+        someone else.
     """
+    if names_code(spec) and not trust_code:
+        named_function(spec, "data", trusted=False)  # refuses
     kind = spec.partition(":")[0]
     root = Path(data_dir or os.environ.get("PATCHBAYES_DATA") or Path.home() / ".cache" / "patchbayes").expanduser()
     given = {"target": target is not None, "size": size is not None, "split": split != 0, "task": task is not None}
+    given["columns"] = bool(columns)
     refused = [option for option, is_given in given.items() if is_given and option not in _OPTIONS.get(kind, ())]
     if refused:
         raise PatchbayesError(f"{spec}: {refused[0]} means nothing for this data; leave it out.")
     try:
-        content = _contents(spec, root, target, size, split, task)
+        content = _contents(spec, root, target, size, split, task, columns, trust_code)
     except OSError as error:
         raise PatchbayesError(f"{spec}: {error}.") from error
     if isinstance(content, Contents):
@@ -78,10 +100,21 @@ def read(
 
 
 def _contents(
-    spec: str, root: Path, target: str | int | None, size: int | None, split: int, task: Task | None
+    spec: str,
+    root: Path,
+    target: str | int | None,
+    size: int | None,
+    split: int,
+    task: Task | None,
+    columns: Mapping[str, Kind] | None,
+    trust_code: bool,
 ) -> Contents | Dataset:
     kind, _, place = spec.partition(":")
     match kind:
+        case "fashion":
+            if place:
+                raise PatchbayesError(f"{spec}: fashion comes with this library; write 'fashion' alone.")
+            return read_fashion()
         case "digits" | "photos" | "diabetes":
             if place:
                 raise PatchbayesError(f"{spec}: {kind} comes with scikit-learn; write {kind!r} alone.")
@@ -102,12 +135,12 @@ def _contents(
             return read_npz(_existing(spec, place, root), task)
         case "csv":
             file, column = _file_and_target(spec, place, target)
-            return read_csv(_existing(spec, file, root), column, task, split)
+            return read_csv(_existing(spec, file, root), column, task, split, columns)
         case "uci":
             name, column = _file_and_target(spec, place, target)
             return read_uci(_uci_folder(spec, name, root), column, split)
         case _:
-            return _from_function(spec)
+            return _from_function(spec, trust_code)
 
 
 def _public(source: Source, spec: str, place: str, root: Path) -> Path:
@@ -160,23 +193,13 @@ def _uci_folder(spec: str, name: str, root: Path) -> Path:
     )
 
 
-def _from_function(spec: str) -> Contents | Dataset:
+def _from_function(spec: str, trust_code: bool) -> Contents | Dataset:
     """What package.module:function returns, called without arguments: a Dataset, or Contents."""
-    module_name, mark, name = spec.partition(":")
-    if not mark or not all(part.isidentifier() for part in (*module_name.split("."), name)):
-        near = difflib.get_close_matches(module_name, [form.split(":")[0].split("[")[0] for form in FORMS[:-1]], 1)
+    if not looks_like_code(spec):
+        near = difflib.get_close_matches(spec.partition(":")[0], _KINDS, 1)
         hint = f" Did you mean {near[0]}?" if near else ""
         raise PatchbayesError(f"unknown data {spec!r}.{hint} Known are {', '.join(FORMS)}.")
-    try:
-        function = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError) as error:
-        raise PatchbayesError(
-            f"data {spec!r}: {error}; the module must be importable (PYTHONPATH) and have that function."
-        ) from error
-    try:
-        given = function()
-    except Exception as error:  # whatever the user's function does
-        raise PatchbayesError(f"data {spec!r}: the function failed with {type(error).__name__}: {error}") from error
+    given = called(named_function(spec, "data", trusted=trust_code), spec, "data")
     if not isinstance(given, Contents | Dataset):
         raise PatchbayesError(
             f"data {spec!r}: the function returned {type(given).__name__}; a Dataset or Contents is needed."

@@ -72,7 +72,7 @@ def _second_target(folder: Path, table: NDArray[np.float64]) -> NDArray[np.float
 
 
 def _numbers(file: Path, delimiter: str | None = None, skip: int = 0) -> NDArray[np.float64]:
-    if not file.exists():
+    if not file.is_file():
         raise PatchbayesError(f"{file} is missing; the set needs it.")
     try:
         with warnings.catch_warnings():

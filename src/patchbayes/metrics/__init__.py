@@ -1,7 +1,4 @@
-"""How good a prediction is: pure functions of probabilities and targets, and accumulators of batches on top.
-
-Accumulators are in `patchbayes.metrics.streaming`, under the names of the functions.
-"""
+"""How good a prediction is: pure functions of probabilities and targets."""
 
 from .bootstrap import Interval, bootstrap
 from .calibration import (
@@ -29,7 +26,7 @@ from .regression import (
     rmse,
 )
 from .selective import CoverageCurve, aurc, coverage_curve, risk_bound, threshold_at_risk
-from .temperature import apply_temperature, fit_temperature
+from .temperature import apply_temperature, fit_temperature, fit_variance_factor
 
 __all__ = [
     "CalibrationBins",
@@ -56,6 +53,7 @@ __all__ = [
     "disagreement",
     "expected_calibration_error",
     "fit_temperature",
+    "fit_variance_factor",
     "fpr_at_tpr",
     "gaussian_crps",
     "interval_coverage",

@@ -1,65 +1,143 @@
-"""Temperature scaling: one number, fitted on held-out labels, that makes probabilities sharper or flatter."""
+"""Temperature scaling: one number, fitted on held-out targets, that makes a prediction sharper or flatter."""
+
+import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from ..errors import PatchbayesError
-from .checks import check_examples, checked_classes
+from .checks import check_examples, checked_classes, checked_weights
 
 _LEAST = 0.01  # temperatures are looked for between this and its inverse
+_FIRST_LOOK = 13  # values of log T tried before the best of them is refined
+_VALUES = 2**20  # of draws, examples and targets held at a time
 
 
-def fit_temperature(log_probs: Tensor, targets: Tensor) -> float:
-    """The T that minimizes the NLL of softmax(log_probs / T), between 0.01 and 100. log_probs (B, C), targets (B,).
+def fit_temperature(log_probs: Tensor, targets: Tensor, prior: float | None = 0.5) -> float:
+    """The T that minimizes the NLL of softmax(log_probs / T), shrunk towards 1. log_probs (B, C), targets (B,).
+
+        sum_b NLL_b(T) + (log T)^2 / (2 prior^2), between T = 0.01 and 100
+
+    The second term takes temperatures for log-normal around 1, two thirds of them between 0.6 and 1.65: a few held-out
+    examples, which may all be right, leave the least NLL alone anywhere (T = 0.17 from thirty, where 1 was best), and with many
+    the term disappears: log T is moved towards 0 by its own standard error, squared, as a part of prior^2. Measured with
+    30, 100 and 1,000 examples and a true T of 0.6, 1 and 2, the NLL on fresh data is lower than without the term nearly
+    everywhere, and never above that of T = 1 by more than 0.7 / B. prior=None: the least NLL alone.
 
     log_probs may be logits of one network or logarithms of averaged probabilities: a constant added to a row changes nothing.
-    The NLL is convex in 1 / T; Newton's method in double precision, kept within a shrinking bracket, finds its one minimum.
-    An end of the range is returned where the best T lies outside: every example right (T = 0.01), or predictions that say
-    nothing about the labels or the opposite (T = 100).
+    An end of the range is returned where the best T lies outside.
     """
     check_examples("fit_temperature", targets)
     targets = checked_classes("fit_temperature", "log-probabilities", log_probs, targets)
     scores = log_probs.detach().double()
     scores = scores - scores.amax(1, keepdim=True)
     if bool(scores.isnan().any()):
-        raise PatchbayesError(
-            "fit_temperature: the largest log-probability of an example is finite; some here are not."
-        )
-    chosen = scores.gather(1, targets.unsqueeze(1)).mean()
-    if not bool(chosen.isfinite()):
+        raise PatchbayesError("fit_temperature: expected the largest log-probability of each example to be finite.")
+    chosen = scores.gather(1, targets.unsqueeze(1))
+    if not bool(chosen.isfinite().all()):
         raise PatchbayesError(
             "fit_temperature: a label has probability 0, whatever the temperature.\n"
             "  do       pass log_probs of the prediction, which do not underflow, rather than probs.log()."
         )
-    low, high = _LEAST, 1 / _LEAST
-    if _slope(scores, chosen, low)[0] >= 0:
-        return 1 / low
-    if _slope(scores, chosen, high)[0] <= 0:
-        return 1 / high
-    inverse = 1.0
-    for _ in range(200):
-        slope, curvature = _slope(scores, chosen, inverse)
-        low, high = (inverse, high) if slope < 0 else (low, inverse)
-        new = inverse - slope / curvature if curvature > 0 else low
-        new = new if low < new < high else (low * high) ** 0.5
-        if abs(new - inverse) <= 1e-12 * inverse:
-            break
-        inverse = new
-    return 1 / new
+    total = chosen.sum()
+
+    finite = scores.clamp_min(
+        torch.finfo(torch.float64).min
+    )  # times a probability of zero, not minus infinity times it
+
+    def look(log_temperature: float) -> tuple[float, float]:
+        inverse = math.exp(-log_temperature)
+        scaled = scores * inverse
+        normalizer = scaled.logsumexp(1, keepdim=True)
+        expected = ((scaled - normalizer).exp_() * finite).sum()
+        return float(normalizer.sum() - inverse * total), float(inverse * (total - expected))
+
+    return _least("fit_temperature", look, prior)
 
 
-def _slope(scores: Tensor, chosen: Tensor, inverse: float) -> tuple[float, float]:
-    """First and second derivative of the NLL of softmax(scores * inverse) with respect to `inverse`."""
-    probs = (scores * inverse).softmax(1)
-    # A score of minus infinity has probability 0 and no part in the moments.
-    finite = scores.where(probs > 0, 0.0)
-    mean = (probs * finite).sum(1)
-    variance = (probs * finite.square()).sum(1) - mean.square()
-    return float(mean.mean() - chosen), float(variance.clamp_min(0).mean())
+def fit_variance_factor(
+    draw_means: Tensor, variances: Tensor, targets: Tensor, weights: Tensor | None = None, prior: float | None = 1.0
+) -> float:
+    """The factor T on the variance of a mixture of Gaussians that minimizes the NLL of the targets, shrunk towards 1.
+
+        sum_b -log p_T(y_b) + (log T)^2 / (2 prior^2),   p_T: sum_s w_s N(f_s, v_s) stretched around its mean by sqrt(T)
+
+    As `fit_temperature`, between 0.01 and 100; the logarithm of a variance is twice that of a deviation, and so is its prior.
+
+    draw_means (S, B, D), variances of any shape that expands to it, targets (B, D), weights (S,), equal where none are given.
+    """
+    if draw_means.dim() != 3 or draw_means.shape[1:] != targets.shape or len(draw_means) == 0:
+        raise PatchbayesError(
+            f"fit_variance_factor: expected the means of the draws (S, B, D) and targets (B, D), got {tuple(draw_means.shape)} "
+            f"and {tuple(targets.shape)}."
+        )
+    check_examples("fit_variance_factor", targets)
+    w = checked_weights("fit_variance_factor", weights, draw_means).view(-1, 1, 1)
+    means, y = draw_means.detach().double(), targets.detach().double()
+    try:
+        variances = variances.detach().double().expand_as(means)
+    except RuntimeError:
+        raise PatchbayesError(
+            f"fit_variance_factor: expected variances that expand to {tuple(means.shape)}, got {tuple(variances.shape)}."
+        ) from None
+    if not bool((variances > 0).all()) or not bool(y.isfinite().all()):
+        raise PatchbayesError("fit_variance_factor: expected variances above 0 and finite targets.")
+    center = (w * means).sum(0)
+    rows = max(1, _VALUES // max(means[:, 0].numel(), 1))
+
+    def look(log_factor: float) -> tuple[float, float]:
+        apart = math.exp(-0.5 * log_factor) * (y - center)
+        loss, slope = 0.5 * log_factor * y.numel(), 0.5 * y.numel()
+        pieces = (means.split(rows, 1), variances.split(rows, 1), center.split(rows), apart.split(rows))
+        for f, v, c, a in zip(*pieces, strict=True):
+            z = (c + a - f) / v
+            each = w.view(-1, 1).log() - 0.5 * (z * (c + a - f) + v.log() + math.log(2 * math.pi)).sum(-1)
+            loss -= float(torch.logsumexp(each, 0).sum())
+            slope -= 0.5 * float((each.softmax(0) * (z * a).sum(-1)).sum())
+        return loss, slope
+
+    return _least("fit_variance_factor", look, prior)
 
 
 def apply_temperature(log_probs: Tensor, temperature: float) -> Tensor:
     """Log-probabilities log_softmax(log_probs / T), (B, C)."""
     if not 0 < temperature < float("inf"):
-        raise PatchbayesError(f"apply_temperature(temperature={temperature!r}): a finite number above 0.")
+        raise PatchbayesError(f"apply_temperature(temperature={temperature!r}): expected a finite number above 0.")
     return torch.log_softmax(log_probs / temperature, -1)
+
+
+def _least(where: str, look: Callable[[float], tuple[float, float]], prior: float | None) -> float:
+    """The T whose loss(log T) + (log T)^2 / (2 prior^2) is least; `look` gives the loss and its slope at log T.
+
+    A first look all over the range, then the place where the slope is zero beside the best, by false position (Illinois).
+    """
+    if prior is not None and not (math.isfinite(prior) and prior > 0):
+        raise PatchbayesError(f"{where}(prior={prior!r}): expected a finite number above 0, or None.")
+    penalty = 0.0 if prior is None else prior**-2
+
+    def total(x: float) -> tuple[float, float]:
+        loss, slope = look(x)
+        return loss + 0.5 * penalty * x * x, slope + penalty * x
+
+    end = -math.log(_LEAST)
+    step = 2 * end / (_FIRST_LOOK - 1)
+    looked = [i * step - end for i in range(_FIRST_LOOK)]
+    seen = [total(x) for x in looked]
+    best = min(range(_FIRST_LOOK), key=lambda i: seen[i][0])
+    downhill = 1 if seen[best][1] < 0 else -1
+    beside = best + downhill
+    if not 0 <= beside < _FIRST_LOOK or seen[best][1] == 0:
+        return math.exp(looked[best])
+    (low, at_low), (high, at_high) = sorted((looked[i], seen[i][1]) for i in (best, beside))
+    for _ in range(100):
+        secant = at_low < 0 < at_high
+        middle = (low * at_high - high * at_low) / (at_high - at_low) if secant else (low + high) / 2
+        at = total(middle)[1]
+        if abs(at) == 0 or high - low < 1e-12:
+            break
+        if at < 0:
+            low, at_low, at_high = middle, at, at_high / 2
+        else:
+            high, at_high, at_low = middle, at, at_low / 2
+    return math.exp(middle)

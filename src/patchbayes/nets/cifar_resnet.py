@@ -13,6 +13,11 @@ def cifar_resnet56(num_classes: int = 100) -> ResNet:
     return _cifar_resnet(9, num_classes)
 
 
+def small_resnet(in_channels: int = 1, num_classes: int = 10) -> ResNet:
+    """ResNet-8 for images of 14 or 16 pixels: three stages of one block. (B, in_channels, H, W) -> logits (B, num_classes)."""
+    return ResNet((1, 1, 1), (16, 32, 64), num_classes, "cifar", in_channels)
+
+
 def _cifar_resnet(blocks: int, num_classes: int) -> ResNet:
     """6 blocks + 2 layers, 16-32-64 channels. The shortcuts are projections (He et al.'s option B), not zero-padded."""
     return ResNet((blocks,) * 3, (16, 32, 64), num_classes, "cifar")

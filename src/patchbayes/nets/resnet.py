@@ -26,15 +26,17 @@ class ResNet(nn.Module):
     """Stem, one `layer<i>` of basic blocks per stage (the first block of stages 2, 3, ... halves the resolution),
     global average, `fc`."""
 
-    def __init__(self, depths: Sequence[int], channels: Sequence[int], num_classes: int, stem: Stem) -> None:
+    def __init__(
+        self, depths: Sequence[int], channels: Sequence[int], num_classes: int, stem: Stem, in_channels: int = 3
+    ) -> None:
         super().__init__()
         if stem not in ("imagenet", "cifar"):
             raise PatchbayesError(f'ResNet: stem={stem!r} is unknown; use "imagenet" (7x7, pooling) or "cifar" (3x3).')
         imagenet = stem == "imagenet"
         self.conv1 = (
-            nn.Conv2d(3, channels[0], 7, stride=2, padding=3, bias=False)
+            nn.Conv2d(in_channels, channels[0], 7, stride=2, padding=3, bias=False)
             if imagenet
-            else nn.Conv2d(3, channels[0], 3, padding=1, bias=False)
+            else nn.Conv2d(in_channels, channels[0], 3, padding=1, bias=False)
         )
         self.bn1 = nn.BatchNorm2d(channels[0])
         self.relu = nn.ReLU()

@@ -1,41 +1,47 @@
-"""One file for each distribution over the parameters of a site."""
+"""One file for each distribution over the parameters of a site, behind the interface of `posterior.py`."""
 
-from typing import Any
-
-from ..errors import PatchbayesError
+from ..errors import NotASite
+from .bayes_by_backprop import BayesByBackprop
 from .dropout import Dropout
+from .film_ensemble import FiLMEnsemble
+from .flow import Flow
 from .gaussian import MeanField
-from .mixture import ECMP, EMP, DropConnect, Ensemble, Mixture, Shared
-from .posterior import Method, Posterior, SiteDraw
-
-_METHODS: dict[str, type[Method]] = {"Mixture": Mixture, "MeanField": MeanField, "Dropout": Dropout}
-
-
-def method_from_config(config: dict[str, Any]) -> Method:
-    """The method that `Method.config` described."""
-    fields = dict(config)
-    name = fields.pop("method", None)
-    if name not in _METHODS:
-        raise PatchbayesError(f"method {name!r} is not known; known are {', '.join(sorted(_METHODS))}.")
-    if isinstance(fields.get("probabilities"), list):
-        fields["probabilities"] = tuple(fields["probabilities"])
-    try:
-        return _METHODS[name](**fields)
-    except TypeError as error:
-        raise PatchbayesError(f"method {name}: {error}.") from None
-
+from .gaussian_dropout import GaussianDropout
+from .learned_sigma import GaussianMixture
+from .low_rank import LowRank
+from .method import Method, constructors, method_from_config
+from .mixed import mixed
+from .mixture import ECMP, EMP, DropConnect, Ensemble, GaussianNoise, Mixture
+from .mnf import MNF
+from .posterior import KL, Groups, Posterior, SiteDraw
+from .rank_one import RankOne
+from .spread import Spread
 
 __all__ = [
     "ECMP",
     "EMP",
+    "KL",
+    "MNF",
+    "BayesByBackprop",
     "DropConnect",
     "Dropout",
     "Ensemble",
+    "FiLMEnsemble",
+    "Flow",
+    "GaussianDropout",
+    "GaussianMixture",
+    "GaussianNoise",
+    "Groups",
+    "LowRank",
     "MeanField",
     "Method",
     "Mixture",
+    "NotASite",
     "Posterior",
-    "Shared",
+    "RankOne",
     "SiteDraw",
+    "Spread",
+    "constructors",
     "method_from_config",
+    "mixed",
 ]

@@ -1,6 +1,7 @@
 """Mean-field Gaussian posterior with learned deviations (Graves, 2011; Blundell et al., 2015): the usual rival."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -8,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import PatchbayesError
-from ..randomness import fold, normal_like
-from .posterior import Entropy, Method, Posterior, is_bias, own_parameters, root_mean_square
+from .method import Method
+from .posterior import CHILD, KL, Posterior, PriorTerms, Role, SiteDraw, own_parameters, root_mean_square
 
 
 @dataclass(frozen=True)
@@ -21,8 +22,12 @@ class MeanField(Method):
 
     scale: float = 0.1
 
+    default_sites = "all"
+    start_fields = ("scale",)
+
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.scale) and self.scale > 0):
+        known = isinstance(self.scale, int | float) and not isinstance(self.scale, bool)
+        if not (known and math.isfinite(self.scale) and self.scale > 0):
             raise PatchbayesError(
                 f"MeanField(scale={self.scale!r}): the initial deviation is a finite multiple above 0."
             )
@@ -31,59 +36,67 @@ class MeanField(Method):
     def label(self) -> str:
         return "MeanField"
 
-    def from_module(self, module: nn.Module, generator: torch.Generator) -> "MeanFieldPosterior":
-        return MeanFieldPosterior(self, module)
+    def posterior(self, module: nn.Module, generator: torch.Generator) -> "MeanFieldPosterior":
+        return MeanFieldPosterior(self, module, tuple(own_parameters(module)))
 
 
 class MeanFieldPosterior(Posterior):
-    """The Gaussian over the parameters of one module; stored tensors are (2, *shape): mean and s."""
+    """The Gaussian over the parameters of one layer: the layer's own values are the means, `before_softplus` are the s."""
 
-    def __init__(self, method: MeanField, module: nn.Module) -> None:
-        super().__init__(module)
-        self.method = method
-        self.names = tuple(own_parameters(module))
-        self.fixed_names = ()
+    method: MeanField
+    noise = "draw"
+    noise_source = "Gaussian noise, learned sigma"
+    num_components = 1
 
-    @property
-    def unbounded(self) -> str | None:
-        return "Gaussian noise, learned sigma"
+    def __init__(self, method: MeanField, layer: nn.Module, names: tuple[str, ...]) -> None:
+        super().__init__(method, layer, names)
+        self.before_softplus = nn.ParameterDict()
 
-    def start(self, values: dict[str, Tensor], generator: torch.Generator, *, fresh: bool = True) -> dict[str, Tensor]:
-        stored = {}
+    def start_(self, values: Mapping[str, Tensor], generator: torch.Generator) -> None:
         for name in self.names:
             deviation = self.method.scale * (root_mean_square(name, values) or 1.0)
-            before_softplus = deviation + math.log(-math.expm1(-deviation))
-            mean = values[name].detach()
-            stored[name] = torch.stack([mean, torch.full_like(mean, before_softplus)])
-        return stored
+            start = deviation + math.log(-math.expm1(-deviation))
+            self.add_(self.before_softplus, name, torch.full_like(values[name], start))
 
-    def value(self, name: str, stored: Tensor, indices: Tensor, key: Tensor) -> Tensor:
-        mean, before_softplus = stored.unbind(0)
-        noise = normal_like(mean, fold(key, self.stream + self.names.index(name)))
-        return torch.addcmul(mean, F.softplus(before_softplus), noise)
+    def draw(self, z: Tensor, keys: Tensor) -> SiteDraw:
+        return {name: self.standard_normal(name, keys, self.before_softplus[name]) for name in self.names}
 
-    def mean(self, name: str, stored: Tensor) -> Tensor:
-        return stored[0]
+    def realize(self, d: SiteDraw) -> dict[str, Tensor]:
+        return {name: torch.addcmul(mean, self.deviation(name), d[name]) for name, mean in self.mean().items()}
 
-    def component(self, name: str, stored: Tensor, number: int) -> Tensor:
+    def deviation(self, name: str) -> Tensor:
+        """The standard deviation of every element of a parameter."""
+        return F.softplus(self.before_softplus[name])
+
+    def mean(self) -> dict[str, Tensor]:
+        return {name: self.layer._parameters[name] for name in self.names}
+
+    def component(self, number: int) -> dict[str, Tensor]:
         if number:
             raise PatchbayesError(f"component {number}: a mean-field site has only its mean, component 0.")
-        return stored[0]
+        return self.mean()
 
-    def kl(self, tau: Tensor | float, rho: Tensor | float, *, normalized: bool, entropy: Entropy | None) -> Tensor:
+    @torch.no_grad()
+    def scale_spread_(self, factor: float) -> None:
+        for name in self.names:
+            deviation = (factor * self.deviation(name)).clamp_min(torch.finfo(self.before_softplus[name].dtype).tiny)
+            self.before_softplus[name].copy_(deviation + (-torch.expm1(-deviation)).log())
+
+    def kl(self, prior: PriorTerms, d: SiteDraw | None = None) -> KL:
         """Exact, whatever `normalized` and `entropy` say: sum of 1/2 (tau (m^2 + s^2) - 1 - log(tau s^2))."""
         terms = []
-        for name in self.names:
-            mean, before_softplus = self.stored(name).unbind(0)
-            deviation = F.softplus(before_softplus)
-            precision = rho if is_bias(name) else tau
-            if not isinstance(precision, Tensor):
-                precision = torch.tensor(precision, dtype=mean.dtype, device=mean.device)
+        for name, mean in self.mean().items():
+            deviation = self.deviation(name)
+            precision = prior.precision_like(mean, name)
             square = mean.square().sum() + deviation.square().sum()
             log_term = mean.numel() * (1 + precision.log()) + 2 * deviation.log().sum()
             terms.append(0.5 * (precision * square - log_term))
-        return torch.stack(terms).sum()
+        return KL(torch.stack(terms).sum(), "exact")
 
-    @property
-    def log10_outcomes(self) -> float:
-        return math.inf
+    def roles(self) -> dict[str, Role]:
+        return {name: "law" for name, _ in self.named_parameters()}
+
+    def upgrade(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        found = {name: stored[name] for name in self.names if name in stored}
+        means = {name: both[0] for name, both in found.items()}
+        return means | {f"{CHILD}.before_softplus.{name}": both[1] for name, both in found.items()}

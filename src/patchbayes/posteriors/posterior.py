@@ -1,149 +1,252 @@
-"""The interface that every posterior keeps, in one order: from_module, draw, realize, kl, num_outcomes."""
+"""The interface of posteriors: everything outside this package asks these questions and no others.
 
-import dataclasses
+A posterior is a module of its own, the child "patchbayes" of the layer that it makes random. It owns variational parameters
+of any number and shape; what it leaves in the layer stays there, as the same Parameter object under the same name.
+"""
+
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..draws import Draws
-from ..layout import Drawn, Span
+from ..draws.layout import example_keys, probabilities_of
+from ..draws.randomness import fold, normal_like
+from ..errors import PatchbayesError
+from .method import Method
 
 Entropy = Literal["lower", "upper"]
+Noise = Literal["none", "draw", "example"]
+Role = Literal["weight", "bias", "law"]
+#: What was drawn for a site: tensors by name, noise included, never the weights themselves.
+SiteDraw = dict[str, Tensor]
 
-
-class Method(ABC):
-    """A recipe for the posterior of a site: what the user passes to `patch_`. Frozen and comparable."""
-
-    @property
-    @abstractmethod
-    def label(self) -> str:
-        """The method's name in a table, with its main numbers."""
-
-    @abstractmethod
-    def from_module(self, module: nn.Module, generator: torch.Generator) -> "Posterior":
-        """The posterior over the parameters of `module`, started at the module's own values."""
-
-    def config(self) -> dict[str, Any]:
-        """The method as JSON: its class and fields."""
-        assert dataclasses.is_dataclass(self)
-        return {"method": type(self).__name__, **dataclasses.asdict(self)}
+#: The name under which a layer holds its posterior.
+CHILD = "patchbayes"
 
 
 @dataclass(frozen=True)
-class SiteDraw:
-    """What was drawn for one site: component indices (S, groups) of the site, and the S keys of its noise."""
+class Groups:
+    """The categorical draws of a site: `length` independent ones, each among `outcomes`.
 
-    indices: Tensor
-    keys: Tensor
-
-
-class Posterior(ABC):
-    """A distribution over the parameters of one site.
-
-    `names` are the parameters that are random; their stored tensors carry the variational parameters in a leading axis.
-    `fixed_names` are the module's other parameters, which keep their shape and enter the KL as a single component.
+    tie   "site": the draws belong to this site alone. "network": one draw, shared by all sites with this tie.
     """
 
+    length: int
+    outcomes: int
+    tie: Literal["site", "network"] = "site"
+
+
+class KL(NamedTuple):
+    """A term of the KL, (), and what it is: "exact" up to a constant, an upper "bound", or a "monte_carlo" estimate."""
+
+    value: Tensor
+    kind: Literal["exact", "bound", "monte_carlo"]
+
+
+@dataclass(frozen=True)
+class PriorTerms:
+    """What a KL is taken to: N(0, 1/tau) on weights and N(0, 1/rho) on biases, and which terms of it are wanted.
+
+    normalized   keep all terms in tau and rho, for they are learned: - 1/2 log tau for every element.
+    entropy      the bound on the entropy of mixtures with noise that is wanted, if one is.
+    """
+
+    tau: Tensor | float
+    rho: Tensor | float
+    normalized: bool = False
+    entropy: Entropy | None = None
+
+    def precision(self, name: str) -> Tensor | float:
+        """That of the parameter `name`."""
+        return self.rho if is_bias(name) else self.tau
+
+    def precision_like(self, value: Tensor, name: str) -> Tensor:
+        """The same as a tensor (), beside `value`; a learned one keeps its own dtype, in which the log is taken."""
+        precision = self.precision(name)
+        if isinstance(precision, Tensor):
+            return precision
+        return torch.tensor(precision, dtype=value.dtype, device=value.device)
+
+    def quadratic(self, name: str, square: Tensor, size: int) -> Tensor:
+        """The term of `size` elements of `name` whose squares sum to `square`."""
+        return quadratic(self.precision(name), square, size, normalized=self.normalized)
+
+
+class Posterior(nn.Module):
+    """A distribution over the parameters of one layer.
+
+    names   the layer's parameters that are random.
+    kept    those that stay in the layer and enter this posterior's `kl`: by default the random ones that it did not take.
+    noise   what is drawn besides the categorical draws: nothing, something for each "draw", or for each "example" (then
+            `realize` does not suffice, and `apply_to` says what happens).
+    offset, stream   the place in the network's draw: the first draw group, and the first stream of noise.
+    """
+
+    noise: Noise = "none"
+    noise_source: str | None = None  # noise in words, for messages
+    num_components: int = 0  # how many `component` knows
+    kl_draws: bool = False  # whether `kl` is estimated from a draw, and wants it as `d`
+    learns_law: bool = False  # whether the probabilities of the categorical draws are learned
     names: tuple[str, ...]
-    fixed_names: tuple[str, ...]
+    layer: ClassVar[Any]
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.offset = 0
-        self.stream = 0
-
-    def bind(self, offset: int, stream: int) -> None:
-        """Take the place in the network's draw: the first draw group, and the number of the noise stream."""
-        self.offset, self.stream = offset, stream
+    def __init__(self, method: Method, layer: nn.Module, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.method, self.names = method, names
+        self.offset, self.stream = 0, 0
+        self.__dict__["layer"] = layer  # not a child: the layer holds the posterior
+        self._shapes = {name: tuple(layer._parameters[name].shape) for name in names}  # type: ignore[union-attr]
 
     @property
-    def spans(self) -> Sequence[Span]:
-        """The site's own draw groups (empty where there are none)."""
-        return ()
+    def kept(self) -> tuple[str, ...]:
+        return tuple(name for name in self.names if self.layer._parameters.get(name) is not None)
 
-    @property
-    def networkwide(self) -> Span | None:
-        """The draw group that the site shares with all others of the same law, if it has one."""
+    def groups(self) -> Groups | None:
+        """The categorical draws that the site needs."""
         return None
 
-    @property
-    def unbounded(self) -> str | None:
-        """What makes the outcomes uncountable, or None."""
+    def log_p(self) -> Tensor | None:
+        """The law of each categorical draw, (outcomes,), fixed or learned; None is uniform."""
         return None
+
+    def share_law_(self, owner: "Posterior") -> None:
+        """Take the law of another site, where both share the network's draw (tie "network"): needed if it is learned."""
 
     @abstractmethod
-    def start(self, values: dict[str, Tensor], generator: torch.Generator, *, fresh: bool = True) -> dict[str, Tensor]:
-        """Stored tensors for a module whose ordinary parameters are `values`: adds the leading axis to each name.
+    def start_(self, values: Mapping[str, Tensor], generator: torch.Generator) -> None:
+        """Start from the layer's ordinary values: at patching, and whenever an ordinary checkpoint is loaded."""
 
-        `fresh` tells patching from loading a checkpoint, which overrides start values that the method sets.
+    def draw(self, z: Tensor, keys: Tensor) -> SiteDraw:
+        """What is drawn for the site. z (*lead, groups) int64, keys (*lead,) int64; tensors (*lead, ...)."""
+        return {"z": z, "key": keys} if self.noise == "example" else {"z": z}
+
+    @abstractmethod
+    def realize(self, d: SiteDraw) -> dict[str, Tensor]:
+        """The values of one draw by name, (*shape): pure, differentiable, and fit for vmap over `d`."""
+
+    def realize_several(self, d: SiteDraw) -> dict[str, Tensor]:
+        """The values of several draws by name, (S, *shape), of d (S, ...)."""
+        try:
+            return torch.vmap(self.realize)(d)
+        except (RuntimeError, ValueError, NotImplementedError, TypeError):  # an operation that vmap cannot do
+            number = len(next(iter(d.values())))
+            each = [self.realize({name: tensor[i] for name, tensor in d.items()}) for i in range(number)]
+            return {name: torch.stack([values[name] for values in each]) for name in each[0]}
+
+    def apply_to(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], d: SiteDraw | None) -> Any:
+        """The layer's output under one draw; d None stands for the mean. By default its own forward with those values."""
+        return self.run(layer, args, kwargs)
+
+    @abstractmethod
+    def mean(self) -> dict[str, Tensor]:
+        """The expectation of every random parameter, (*shape)."""
+
+    def component(self, number: int) -> dict[str, Tensor]:
+        """Component `number` of every random parameter, (*shape)."""
+        raise PatchbayesError(f"component {number}: {self.method.label} has no components.")
+
+    def scale_spread_(self, factor: float) -> None:
+        """Multiply all deviations from the mean by `factor`; the mean stays."""
+        raise PatchbayesError(f"scale_spread_: the spread of {self.method.label} cannot be scaled.")
+
+    def expected_squares(self) -> dict[str, Tensor]:
+        """E ||w||^2 of every random parameter, (): all that the default `kl` has to know of a law without noise."""
+        raise PatchbayesError(
+            f"{type(self).__name__}: its KL is not known.\n  do       define expected_squares, or kl where the law has noise."
+        )
+
+    def kl(self, prior: PriorTerms, d: SiteDraw | None = None) -> KL:
+        """KL of the random and kept parameters to the prior, as `objective.kl` documents.
+
+        By default Eqs. (2) and (6), tau / 2 times `expected_squares`, up to a constant: for laws on finitely many values. With
+        `normalized`, where tau and rho are learned, all terms in these are kept: - 1/2 log tau for every element.
         """
-
-    def draw(self, draws: Draws) -> SiteDraw:
-        """The part of the network's draws that concerns this site: never weights."""
-        stop = self.offset + max(sum(span.length for span in self.spans), 1 if self.networkwide else 0)
-        return SiteDraw(draws.assignments(self.offset, stop), draws.keys())
-
-    def realize(self, draw: SiteDraw) -> dict[str, Tensor]:
-        """The weights of those draws: for every name (S, *shape)."""
-        return {
-            name: torch.stack(
-                [self.value(name, self.stored(name), i, key) for i, key in zip(draw.indices, draw.keys, strict=True)]
+        if prior.entropy is not None:
+            raise PatchbayesError(
+                f'kl(entropy="{prior.entropy}") with {self.method.label}: sigma is 0, where the entropy is minus infinity.\n'
+                "  do       use entropy=None (Eqs. 2 and 6, up to a constant)."
             )
-            for name in self.names
-        }
+        terms = [
+            prior.quadratic(name, square, math.prod(self._shapes[name]))
+            for name, square in self.expected_squares().items()
+        ]
+        return KL(torch.stack(terms).sum(), "exact")
 
-    def realize_one(self, name: str, stored: Tensor, drawn: Drawn) -> Tensor:
-        """One parameter under the network's current draw: (*shape)."""
-        return self.value(name, stored, drawn.indices[self.offset :], drawn.key)
+    def share_gradients_(self, share: float) -> None:
+        """Let parts that were not drawn take a share of the gradient, as `objective.share_gradients_` says; by default none."""
 
-    @abstractmethod
-    def value(self, name: str, stored: Tensor, indices: Tensor, key: Tensor) -> Tensor:
-        """One parameter for one draw, (*shape). indices (>= groups,) int64 begin at the site's first group; key () int64."""
+    def roles(self) -> dict[str, Role]:
+        """What each of the posterior's own parameters is. A "law" (sigma, logits of p, a flow) is never decayed."""
+        return {name: "bias" if is_bias(name) else "weight" for name, _ in self.named_parameters()}
 
-    @abstractmethod
-    def mean(self, name: str, stored: Tensor) -> Tensor:
-        """The expectation of a parameter under the posterior: (*shape)."""
+    def upgrade(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The layer's state dict from what version 0.1.0 stored, a tensor for each random parameter."""
+        raise PatchbayesError(f"{self.method.label} did not exist in files of version 0.1.0.")
 
-    @abstractmethod
-    def component(self, name: str, stored: Tensor, number: int) -> Tensor:
-        """Component `number` of a parameter: (*shape)."""
-
-    @abstractmethod
-    def kl(self, tau: Tensor | float, rho: Tensor | float, *, normalized: bool, entropy: Entropy | None) -> Tensor:
-        """KL to N(0, 1/tau) on weights and N(0, 1/rho) on biases, as `objective.kl` documents."""
+    # What follows is for posteriors to use, and is not to be overridden.
 
     @property
-    @abstractmethod
     def log10_outcomes(self) -> float:
-        """log10 of how many distinct values the site can take, infinite for a continuous law."""
+        """log10 of how many values the layer can take, infinite for a continuous law."""
+        groups = self.groups()
+        if self.noise != "none":
+            return math.inf
+        return groups.length * math.log10(groups.outcomes) if groups else 0.0
 
-    @property
-    def num_outcomes(self) -> int | float:
-        """How many distinct values the site can take."""
-        return math.inf if self.unbounded else math.prod(s.outcomes**s.length for s in self._all_spans)
+    def probabilities(self) -> tuple[float, ...] | None:
+        """The law of the categorical draws now, as numbers that sum to one; None is uniform."""
+        log_p = self.log_p()
+        return None if log_p is None else probabilities_of(log_p, self.method.label)
 
-    @property
-    def _all_spans(self) -> tuple[Span, ...]:
-        return (*self.spans, self.networkwide) if self.networkwide else tuple(self.spans)
+    def run(
+        self,
+        layer: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        values: Mapping[str, Tensor] | None = None,
+    ) -> Any:
+        """The layer's own forward: with the values of the current draw, or with the given ones in their place."""
+        return layer._patchbayes_forward(values, *args, **kwargs)  # type: ignore[operator]
 
-    def stored(self, name: str) -> Tensor:
-        """The stored tensor: variational parameters with their leading axis, or the plain parameter of a fixed name."""
-        if name in self.names:
-            tensor = self.module.parametrizations[name].original  # type: ignore[index, union-attr]
+    def standard_normal(self, name: str, keys: Tensor, like: Tensor) -> Tensor:
+        """The noise on a parameter, (*lead, *shape), for keys (*lead,): equal whatever else is drawn with it."""
+        streams = fold(keys, self.stream + self.names.index(name))
+        if streams.dim() == 0:
+            return normal_like(like, streams)
+        return torch.stack([normal_like(like, key) for key in streams.unbind(0)])
+
+    def example_keys(self, d: SiteDraw, num_rows: int) -> Tensor:
+        """A key for each row of a batch, () where the whole batch has one stream."""
+        return example_keys(d["key"], num_rows, d["examples"]) if "examples" in d else d["key"]
+
+    def take_(self, holder: nn.ParameterDict, name: str, value: Tensor) -> None:
+        """Put `value` into the holder: at first in the layer's own Parameter object, which moves here from the layer."""
+        if name in holder:
+            holder[name].data.copy_(value)
+            return
+        parameter = self.layer._parameters.pop(name)
+        parameter.__dict__["_patchbayes_shape_before"] = tuple(parameter.shape)
+        parameter.data, parameter.grad = value, None
+        holder[name] = parameter
+
+    def add_(self, holder: nn.ParameterDict, name: str, value: Tensor) -> None:
+        """Put `value` into the holder as a new Parameter, learned if the layer's own is."""
+        if name in holder:
+            holder[name].data.copy_(value)
         else:
-            tensor = self.module._parameters[name]
-        assert isinstance(tensor, Tensor)
-        return tensor
+            holder[name] = nn.Parameter(value, requires_grad=self.layer._parameters[name].requires_grad)
+
+    def extra_repr(self) -> str:
+        return self.method.label
 
 
 def is_bias(name: str) -> bool:
     """Biases take the prior precision rho, all other parameters tau."""
-    return "bias" in name
+    return "bias" in name.rpartition(".")[2]
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -151,7 +254,7 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in module._parameters.items() if p is not None and p.is_floating_point()}
 
 
-def root_mean_square(name: str, values: dict[str, Tensor]) -> float:
+def root_mean_square(name: str, values: Mapping[str, Tensor]) -> float:
     """The size of a parameter; where it is all zero, the size of the module's largest parameter."""
     sizes = {key: float(value.detach().double().square().mean().sqrt()) for key, value in values.items()}
     return sizes[name] or max(sizes.values())

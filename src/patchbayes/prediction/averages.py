@@ -1,103 +1,79 @@
 """From the outputs of draws to a prediction: running averages, whichever engine and order the outputs come in."""
 
+from collections.abc import Generator, Iterator, Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from ..draws import Draws
+from ..draws.draws import Draws
 from ..errors import PatchbayesError
-from ..likelihoods import Categorical, Gaussian, Likelihood
+from ..likelihoods import Likelihood
+from ..likelihoods.likelihood import tempered
 from .loop import Members, Outputs
-from .moments import Moments, MonteCarloMean
+from .moments import MonteCarloMean
 from .plan import Plan
-from .prediction import ClassPrediction, RegressionPrediction
+from .prediction import Prediction, prediction_class
 
 
 def average(
-    outputs: Outputs, draws: Draws, likelihood: Likelihood, keep: bool, plan: Plan
-) -> ClassPrediction | RegressionPrediction:
-    """The prediction for one batch."""
-    if isinstance(likelihood, Categorical):
-        return _classes(outputs, draws, likelihood, keep, plan)
-    return _means(outputs, draws, likelihood, keep, plan)
+    outputs: Outputs, draws: Draws | None, likelihood: Likelihood, keep: bool, plan: Plan, *, mean: bool = False
+) -> Prediction:
+    """The prediction for one batch, tempered as the likelihood says.
+
+    draws  None where nothing was drawn: one output, without Monte-Carlo error.
+    mean   the output is that of the mean network: `likelihood.mean_temperature` counts.
+    """
+    before = 1.0 if mean else float(likelihood.draw_temperature)
+    after = float(likelihood.mean_temperature if mean else likelihood.temperature)
+    try:
+        return prediction_class(likelihood.offers).averaged(outputs, draws, likelihood, before, after, keep, plan)
+    finally:  # an error must not leave the modes on in which outputs were being made
+        if isinstance(outputs, Generator):
+            outputs.close()
 
 
-def _classes(outputs: Outputs, draws: Draws, likelihood: Categorical, keep: bool, plan: Plan) -> ClassPrediction:
-    probs, entropy = MonteCarloMean(draws), Moments()
-    log_mean = torch.full((), -torch.inf)  # beside the mean, since probabilities may underflow
-    kept = _Kept(draws) if keep else None
-    dtype = torch.float32
+def predictives(
+    outputs: Outputs, likelihood: Likelihood, draw_temperature: float, expected: tuple[str, ...]
+) -> Iterator[tuple[Members, torch.dtype, Mapping[str, Tensor]]]:
+    """What each draw says by itself (D, B, ...), at its temperature, in double precision; in which to report the average."""
     for members, values in outputs:
-        dtype = torch.promote_types(values.dtype, torch.float32)
-        log_probs = likelihood.log_probs(values.to(accumulator(values)), lead=1)
-        draw_probs = log_probs.exp()
-        weights = probs.weights_of(members).to(log_probs)
-        probs.add(members, draw_probs, weights)
-        entropy.add(torch.special.entr(draw_probs).sum(-1), weights)
-        log_weights = weights.log().reshape(-1, *[1] * (log_probs.dim() - 1))
-        log_mean = torch.logaddexp(log_mean.to(log_probs), torch.logsumexp(log_probs + log_weights, dim=0))
-        if kept is not None:
-            kept.add(members, draw_probs.to(dtype))
-    return ClassPrediction(
-        num_draws=len(draws),
-        standard_error_kind=probs.kind,
-        weights=draws.weights,
-        draws=draws,
-        plan=plan,
-        draws_used=torch.full(probs.mean.shape[:1], len(draws)),
-        probs=probs.mean.to(dtype),
-        log_probs=log_mean.to(dtype),
-        standard_error=probs.standard_error.to(dtype),
-        expected_entropy=entropy.mean.to(dtype),
-        draw_probs=kept.values if kept is not None else None,
-    )
-
-
-def _means(outputs: Outputs, draws: Draws, likelihood: Gaussian, keep: bool, plan: Plan) -> RegressionPrediction:
-    means, products = MonteCarloMean(draws), Moments()
-    kept = _Kept(draws) if keep else None
-    dtype, origin = torch.float32, None
-    for members, values in outputs:
-        dtype = torch.promote_types(values.dtype, torch.float32)
-        values = values.unsqueeze(-1) if values.dim() == 2 else values
-        if values.dim() != 3:
+        found = likelihood.predictive(values.to(accumulator(values)))
+        shapes = {name: tuple(value.shape) for name, value in found.items()}
+        if tuple(found) != expected or any(shape[:2] != values.shape[:2] for shape in shapes.values()):
             raise PatchbayesError(
-                f"predict: a regression network returns (B, D) or (B,), this one {tuple(values.shape[1:])}.\n"
-                "  do       pass output=lambda y: y.flatten(1)."
+                f"{type(likelihood).__name__} offers a {likelihood.offers}: expected its predictive to give "
+                f"{', '.join(expected)} of shape {(*values.shape[:2], '...')}, got {shapes}."
             )
-        wide = values.to(accumulator(values))
-        origin = wide[0] if origin is None else origin
-        weights = means.weights_of(members).to(wide)
-        means.add(members, wide, weights)
-        centered = wide - origin  # shifted by the first draw, so that products do not cancel
-        products.add(centered.unsqueeze(-1) * centered.unsqueeze(-2), weights)
-        if kept is not None:
-            kept.add(members, values.to(dtype))
-    assert origin is not None
-    shift = means.mean - origin
-    covariance = products.mean - shift.unsqueeze(-1) * shift.unsqueeze(-2)
-    return RegressionPrediction(
-        num_draws=len(draws),
-        standard_error_kind=means.kind,
-        weights=draws.weights,
-        draws=draws,
-        plan=plan,
-        draws_used=torch.full(means.mean.shape[:1], len(draws)),
-        mean=means.mean.to(dtype),
-        standard_error=means.standard_error.to(dtype),
-        epistemic_covariance=covariance.to(dtype),
-        precision=float(likelihood.precision),
-        draw_means=kept.values if kept is not None else None,
-    )
+        yield members, torch.promote_types(values.dtype, torch.float32), tempered(found, draw_temperature)
 
 
-class _Kept:
-    """Every draw's value, (S, B, ...), filled in any order."""
+def of_all(draws: Draws | None, plan: Plan, estimate: MonteCarloMean, temperature: float) -> dict[str, Any]:
+    """The fields that every prediction has, but for the standard error."""
+    size = estimate.mean.shape[:1]
+    return {
+        "num_draws": estimate.number,
+        "standard_error_kind": estimate.kind,
+        "degrees_of_freedom": torch.full(size, estimate.degrees_of_freedom, dtype=torch.float64),
+        "weights": estimate.weights,
+        "draws": draws,
+        "plan": plan,
+        "draws_used": torch.full(size, estimate.number),
+        "temperature": temperature,
+    }
 
-    def __init__(self, draws: Draws) -> None:
-        self.number = len(draws)
+
+class Kept:
+    """Every draw's value, (S, B, ...), filled in any order; nothing where none are wanted."""
+
+    def __init__(self, number: int, wanted: bool) -> None:
+        self.number, self.wanted = number, wanted
         self.values: Tensor | None = None
 
     def add(self, members: Members, values: Tensor) -> None:
+        """values (D, B, ...)."""
+        if not self.wanted:
+            return
         if self.values is None:
             self.values = torch.empty(self.number, *values.shape[1:], dtype=values.dtype, device=values.device)
         for some, value in zip(members, values, strict=True):

@@ -1,17 +1,21 @@
 """The readable path of prediction: Algorithm 1, a forward pass for each draw."""
 
 import contextlib
+import copy
 import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..draws import Draws
+from ..draws.draws import Draws
 from ..errors import PatchbayesError
-from ..network import Network, hold
-from ..selection import call, evaluating
+from ..patching.drawing import hold
+from ..patching.frames import MEAN
+from ..patching.network import PatchedNetwork
+from ..patching.selection import call
 
 
 class Members:
@@ -47,17 +51,34 @@ Outputs = Iterator[tuple[Members, Tensor]]
 
 
 def loop(
-    model: nn.Module, network: Network, inputs: Any, draws: Draws, examples: Tensor, output: Callable[[Any], Tensor]
+    model: nn.Module,
+    network: PatchedNetwork,
+    inputs: Any,
+    draws: Draws,
+    examples: Tensor,
+    output: Callable[[Any], Tensor],
 ) -> Outputs:
     """The output tensor of each draw in turn, for one batch. Every engine gives these numbers."""
     device = network.device
     for number in range(len(draws)):
-        with hold(network, draws.drawn(number, device, examples)):
+        with hold(network, draws.network_draw(number, device, examples)):
             value = output(call(model, inputs))
-        members = Members([[number]])
-        value = value.unsqueeze(0)
-        check_finite(value, members)
-        yield members, value
+        yield _checked(number, value)
+
+
+def mean_pass(
+    model: nn.Module, network: PatchedNetwork | None, inputs: Any, output: Callable[[Any], Tensor]
+) -> Outputs:
+    """The output of the mean network; of a network that is not patched, its own."""
+    with hold(network, MEAN) if network is not None else contextlib.nullcontext():
+        value = output(call(model, inputs))
+    yield _checked(0, value)
+
+
+def _checked(number: int, value: Tensor) -> tuple[Members, Tensor]:
+    members, value = Members([[number]]), value.unsqueeze(0)
+    check_finite(value, members)
+    return members, value
 
 
 def check_finite(values: Tensor, members: Members) -> None:
@@ -70,13 +91,52 @@ def check_finite(values: Tensor, members: Members) -> None:
         )
 
 
-@contextlib.contextmanager
-def undisturbed(model: nn.Module, network: Network) -> Iterator[None]:
-    """Evaluation mode without gradients; afterwards modes, buffers, draw and random state are what they were."""
-    current, generator = network.current, network.generator.clone()
+def at_rest(model: nn.Module) -> nn.Module:
+    """The network in evaluation mode, to be run by the loop: itself if it is in that mode, else a copy with its parameters.
+
+    So a network that another thread trains goes on training. What cannot be copied is refused.
+    """
+    if not any(module.training for module in model.modules()):
+        return model
     try:
-        with evaluating(model):
+        return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()}).eval()
+    except Exception as error:
+        raise PatchbayesError(
+            f"predict: {type(model).__name__} is in training mode, and a copy in evaluation mode cannot be made ({error}).\n"
+            "  do       model.eval() first."
+        ) from error
+
+
+@contextlib.contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """No gradients; afterwards buffers and the global random state are what they were."""
+    buffers = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+    known = [b for _, held in buffers for b in held.values() if b is not None and not nn.parameter.is_lazy(b)]
+    contents = [(buffer, buffer.clone()) for buffer in known]
+    try:
+        with torch.no_grad(), same_random_state():
             yield
     finally:
-        network.current = current
-        network.generator.copy_(generator)
+        for holder, held in buffers:
+            if isinstance(holder, dict) and (holder or held):  # scripted modules hold theirs elsewhere
+                holder.clear()
+                holder.update(held)
+        with torch.no_grad():
+            for buffer, content in contents:
+                if buffer.layout != torch.strided or not torch.equal(buffer, content):
+                    buffer.copy_(content)
+
+
+@contextlib.contextmanager
+def same_random_state() -> Iterator[None]:
+    """The global random state is what it was, also where a network draws numbers of its own in evaluation mode.
+
+    Beside other threads it is left alone: it is theirs too, and to set it back would repeat what they have drawn.
+    """
+    state = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        others = [thread for thread in threading.enumerate() if thread is not threading.current_thread()]
+        if all(thread.daemon for thread in others) and not torch.equal(torch.get_rng_state(), state):
+            torch.set_rng_state(state)

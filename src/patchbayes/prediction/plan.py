@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from ..draws import Draws
+from ..draws.draws import Draws
 
 
 @dataclass(frozen=True)
@@ -22,18 +22,15 @@ class StagePlan:
 class Plan:
     """How a prediction was computed. Print it.
 
-    engine      "stages" (each stage once for each distinct assignment), "vmap" (the network could not be traced: each distinct
-                network once, several at a time) or "loop" (a forward pass for each draw, or distinct network).
-    sampling    how the draws were made: "iid", "stratified", "orthogonal" or "enumerated".
+    engine      "graph" (captured; each stage once for each distinct assignment) or "loop" (a forward pass for each draw).
+    sampling    how the draws were made: "iid", "stratified", "orthogonal" or "enumerated"; "mean" or "none" without draws.
     heads       how many of the draws share all sites but the output layer, whose components are averaged over.
     networks    distinct networks among the draws.
     chunk       how many draws went together at the end.
-    folded      batch norms that were folded into the layer before them, at the end.
-    compiled    whether the stages went through torch.compile.
-    fallback    why the network was not computed by stages, where it was not.
-    opaque      parts of the network that were run whole, for they could not be traced.
+    fallback    why the network was not captured, where it was not.
     stages      what depends on which sites, and how often it had to be computed.
     evaluated   how often each of these was computed: more than `distinct` where memory did not allow to keep it.
+    capture_seconds  what capturing took, where this call did it.
     """
 
     num_draws: int
@@ -43,12 +40,10 @@ class Plan:
     engine: str = "loop"
     networks: int = 0
     chunk: int = 1
-    folded: int = 0
-    compiled: bool = False
     fallback: str | None = None
-    opaque: list[str] = field(default_factory=list)
     stages: list[StagePlan] = field(default_factory=list)
     evaluated: list[int] = field(default_factory=list)
+    capture_seconds: float | None = None
 
     @classmethod
     def of_draws(cls, draws: Draws) -> "Plan":
@@ -66,7 +61,7 @@ class Plan:
     def floor(self) -> float:
         """The least arithmetic that gives these draws, as a fraction of one whole pass for each: every stage once for each
         distinct assignment of its sites. Counted in multiplications and additions of matrix products and convolutions, or in
-        operations where there are none; element-wise operations, and folding, which removes some, are not in it.
+        operations where there are none; element-wise operations are not in it.
         """
         return self._share([stage.distinct for stage in self.stages])
 
@@ -89,19 +84,13 @@ class Plan:
             how += f", {self.networks} distinct networks"
         if self.engine == "loop":
             return f"{how}, one pass each" + (f": {self.fallback}" if self.fallback else "")
-        if self.engine == "vmap":
-            return f"{how}, each run whole, {self.chunk} at a time: {self.fallback}"
         lines = [f"{how}, {100 * self.work:.3g} % of the arithmetic of {self.num_draws} passes, {self.chunk} at a time"]
         lines += [
             f"  {distinct:>5} x {operations:>3} operations after {sites}"
             for distinct, operations, sites in _merge(self.stages)
         ]
-        if self.folded:
-            lines.append(f"  batch norms folded into the layer before them: {self.folded}")
-        if self.compiled:
-            lines.append("  compiled")
-        if self.opaque:
-            lines.append(f"  run whole: {', '.join(self.opaque)}")
+        if self.capture_seconds is not None:
+            lines.append(f"  captured in {self.capture_seconds:.1f} s, for this call and those after it")
         return "\n".join(lines)
 
 

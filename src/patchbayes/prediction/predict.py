@@ -1,44 +1,55 @@
 """predict: the posterior predictive of a patched network."""
 
+import functools
 import math
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
-from ..draws import Draws, network_of
+from ..draws.draws import Draws
 from ..errors import PatchbayesError
 from ..likelihoods import Categorical, Likelihood, checked_likelihood
-from ..network import Network
+from ..patching.network import PatchedNetwork, network_of
+from ..patching.patch import is_patched
+from ..views import Views
 from .adaptive import until_sure
 from .averages import average
+from .batches import as_tensor, batch_size, batches, is_batch, on_device, progress
 from .engine import Engine
-from .loop import undisturbed
-from .memory import keep_freed_memory
-from .prediction import ClassPrediction, Prediction
+from .loop import at_rest, mean_pass, same_random_state, undisturbed
+from .mc_dropout import dropout_passes
+from .plan import Plan
+from .prediction import Prediction
+from .viewing import Viewing
 
 Sampling = Literal["balanced", "stratified", "orthogonal", "iid"]
+Mode = Literal["auto", "loop", "graph"]
+Number = int | Draws | Literal["exact", "auto", "mean"]
+
+MOST_DRAWS = 400  # that "auto" takes for an input
+_TOLERANCE = 0.01
+_FEW_OUTCOMES = 32  # networks that "auto" enumerates rather than draws
 
 
 def predict(
     model: nn.Module,
     inputs: Any,
-    draws: int | Draws | Literal["exact"] = 20,
+    draws: Number = 20,
     *,
     likelihood: Likelihood | None = None,
     keep_draws: bool = False,
     tolerance: float | None = None,
     sampling: Sampling = "balanced",
-    engine: Literal["auto", "loop"] = "auto",
-    compile: bool = False,
+    engine: Mode = "auto",
     memory_limit: int | None = None,
     generator: torch.Generator | None = None,
     select: Callable[[Any], Any] | None = None,
     output: Callable[[Any], Tensor] | None = None,
+    dropout: bool = False,
+    views: Views | Callable[[Any, torch.Generator], Any] | None = None,
 ) -> Any:
     """The posterior predictive p(y | x) = (1/S) sum_s p(y | x, w_s), w_s ~ q (Algorithm 1, appendix B.3).
 
@@ -46,25 +57,33 @@ def predict(
                 such as a DataLoader; of a batch that is a tuple or list the first element is the input, the rest (labels)
                 is left, unless `select` says otherwise. Batches go to the network's device.
     draws       a number S of draws, or `Draws`; the same draws serve all inputs. Where S or fewer distinct networks exist
-                all are taken, with their probabilities: no Monte-Carlo error. "exact" demands that. Where the output layer is
-                cheap beside the rest, each of the S draws is taken with several of its components (all, for EMP);
-                `num_draws` then counts every network averaged, S times `plan.heads`, and `prediction.draws` holds them.
-    likelihood  `Categorical()` (default) for a `ClassPrediction`, `Gaussian(precision)` for a `RegressionPrediction`.
+                all are taken, with their probabilities: no Monte-Carlo error. "exact" demands that. "auto" draws until the
+                Monte-Carlo error is below `tolerance`, for each input, at most 400 times. "mean" is one pass of the mean
+                network. Where the output layer is cheap beside the rest, each of S draws is taken with several of its
+                components (all, for EMP); `num_draws` then counts every network averaged, S times `plan.heads`, and
+                `prediction.draws` holds them.
+    likelihood  what an output says: `Categorical()` for a `ClassPrediction`, `Gaussian(precision)` for a
+                `RegressionPrediction`; by default the network's own, else `Categorical()`.
     keep_draws  keep what each draw said; memory then grows with S. Needed for quantiles, log_prob and samples.
-    tolerance   stop early: for each input, draw until the Monte-Carlo standard error of its largest probability (of its mean,
-                relative to the predictive deviation, in regression) is below this with 90 % confidence, or `draws` are used up.
+    tolerance   for draws="auto": the Monte-Carlo standard error of the largest probability (of the mean, relative to the
+                predictive deviation, in regression) that is wanted with 90 % confidence; 0.01 if not given.
     sampling    how a number of draws is made: "stratified" (every component equally often), "orthogonal" (every pair of
                 components too: EMP), "balanced" (orthogonal where two such blocks fit into S, else stratified), or "iid" (the
                 paper's).
-    engine      "auto": share all work that draws have in common; "loop": a forward pass for each, the readable path. Both
-                give the same numbers up to rounding; `prediction.plan` tells what was done.
-    compile     run the traced stages through torch.compile.
-    memory_limit  bytes that draws computed together may take; by default a quarter of what is free.
+    engine      "auto": capture the network as a graph once that pays, and share all work that draws have in common;
+                "graph": capture it in any case; "loop": a forward pass for each draw, the readable path. All give the same
+                numbers up to rounding; `prediction.plan` tells what was done.
+    memory_limit  bytes that draws computed together, and weights kept for the next batch, may take; by default a quarter of
+                what is free.
     generator   source of the seed where `draws` is a number; without one the seed is 0, so that a call can be repeated.
     select      batch -> inputs, for batches that are made otherwise.
-    output      network output -> tensor, for networks that return something else (a `.logits` attribute is found).
+    output      network output -> tensor, for networks that return something else ("logits" are found).
+    views       ways to look at the inputs, `patchbayes.views`, one for each draw and every one equally often; without draws
+                (draws="mean", or a network that is not patched) a pass for each.
+    dropout     for a network that is not patched: keep its own `nn.Dropout` layers on, in S passes (MC dropout).
 
-    The network runs in evaluation mode without gradients and comes back exactly as it was, also after an error.
+    A network that is not patched is one exact draw: a single pass. The network runs in evaluation mode without gradients and
+    comes back exactly as it was, also after an error.
     """
     options = Options(
         likelihood=likelihood,
@@ -72,19 +91,18 @@ def predict(
         tolerance=tolerance,
         sampling=sampling,
         engine=engine,
-        compile=compile,
         memory_limit=memory_limit,
         generator=generator,
         select=select,
         output=output,
+        dropout=dropout,
+        views=views,
     )
-    # one batch leaves no trace by itself; a loader may also use the global random state between two
-    loading = nullcontext() if _is_batch(inputs) else undisturbed(model, network_of(model))
-    with loading:
+    with same_random_state():  # a loader may use it between two batches
         parts = list(predict_batches(model, inputs, draws, **options))
     if not parts:
         raise PatchbayesError(
-            "predict: the inputs hold no batch; an iterable must give at least one (is the loader empty?)."
+            "predict: the inputs hold no batch; expected an iterable that gives at least one (is the loader empty?)."
         )
     return parts[0] if len(parts) == 1 else type(parts[0]).concatenate(parts)
 
@@ -96,67 +114,119 @@ class Options(TypedDict, total=False):
     keep_draws: bool
     tolerance: float | None
     sampling: Sampling
-    engine: Literal["auto", "loop"]
-    compile: bool
+    engine: Mode
     memory_limit: int | None
     generator: torch.Generator | None
     select: Callable[[Any], Any] | None
     output: Callable[[Any], Tensor] | None
+    dropout: bool
+    views: Views | Callable[[Any, torch.Generator], Any] | None
 
 
 def predict_batches(
-    model: nn.Module, inputs: Any, draws: int | Draws | Literal["exact"] = 20, **options: Unpack[Options]
+    model: nn.Module, inputs: Any, draws: Number = 20, **options: Unpack[Options]
 ) -> Iterator[Prediction]:
     """`predict` as a stream: a prediction for each batch, as soon as it is there. Memory does not grow with the batches.
 
-    Arguments as in `predict`. Between two batches the network is as it was, and may be used otherwise. Shows its progress on
-    a terminal.
+    Arguments as in `predict`. The weights of the draws are made once for all batches, from the parameters as they are at the
+    first one. Between two batches the network is as it was, and may be used otherwise. Shows its progress on a terminal.
     """
-    network: Network = network_of(model)
     model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-    engine, tolerance = options.get("engine", "auto"), options.get("tolerance")
-    keep_draws, output = options.get("keep_draws", False), options.get("output") or _as_tensor
-    if engine not in ("auto", "loop"):
-        raise PatchbayesError(f'predict(engine={engine!r}): give "auto" or "loop".')
-    if tolerance is not None and not tolerance > 0:
-        raise PatchbayesError(f"predict(tolerance={tolerance!r}): the wanted standard error is above 0.")
-    if tolerance is not None and keep_draws:
-        raise PatchbayesError(
-            "predict: with a tolerance inputs use different draws, so keep_draws cannot keep them all."
-        )
-    chosen = make_draws(model, network, draws, options.get("sampling", "balanced"), options.get("generator"))
-    likelihood = checked_likelihood(options.get("likelihood") or Categorical())
-    machine = Engine(
-        model,
-        network,
-        chosen,
-        compile=options.get("compile", False),
-        memory_limit=options.get("memory_limit"),
-        by_loop=engine == "loop",
-    )
-    keep_freed_memory()
+    network = network_of(model) if is_patched(model) else None
+    _check(draws, network, options)
+    predicting = Predicting(model, network, draws, options, num_batches=_length(inputs))
     first = 0
-    for batch in _progress(_batches(inputs, options.get("select")), inputs):
-        with undisturbed(model, network), torch.inference_mode():
-            batch = _to_device(batch, network.device)
-            size = _batch_size(batch)
-            examples = torch.arange(first, first + size)
-            if first == 0 and engine == "auto" and isinstance(draws, int):  # heads, if any, then serve all batches
-                machine.marginalize_head_(batch, examples, output)
-            if tolerance is not None and not chosen.is_exact:
-                prediction: Any = until_sure(machine, batch, examples, output, likelihood, tolerance)
-            else:
-                outputs = machine.outputs(batch, examples, output)
-                prediction = average(outputs, machine.draws, likelihood, keep_draws, machine.plan)
+    for batch in progress(batches(inputs, options.get("select")), inputs):
+        with torch.inference_mode():
+            batch = on_device(batch, predicting.device)
+            size = batch_size(batch)
+            prediction = predicting.batch(batch, torch.arange(first, first + size))
         first += size
         yield prediction.usable()
+
+
+class Predicting:
+    """One prediction on its way: the draws, and what is kept from batch to batch."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        network: PatchedNetwork | None,
+        draws: Number,
+        options: Options,
+        num_batches: int,
+    ) -> None:
+        self.model, self.network, self.options = model, network, options
+        self.output = options.get("output") or as_tensor
+        self.keep = options.get("keep_draws", False)
+        own = network.likelihood if network is not None else Categorical()
+        self.likelihood = checked_likelihood(options.get("likelihood") or own)
+        self.machine: Engine | None = None
+        self.number = draws
+        self.tolerance = options.get("tolerance") or _TOLERANCE if draws == "auto" else None
+        if network is not None and draws != "mean":
+            made = make_draws(model, network, draws, options.get("sampling", "balanced"), options.get("generator"))
+            self.machine = Engine(
+                model,
+                network,
+                made,
+                mode=options.get("engine", "auto"),
+                memory_limit=options.get("memory_limit"),
+                batches=num_batches,
+            )
+        self.started = not (isinstance(draws, int) or draws == "auto")
+        self.viewing = None if options.get("views") is None else Viewing(options["views"], self.machine)
+
+    @functools.cached_property
+    def device(self) -> torch.device | None:
+        return next((tensor.device for tensor in (*self.model.parameters(), *self.model.buffers())), None)
+
+    def batch(self, inputs: Any, examples: Tensor) -> Any:
+        """The prediction for one batch."""
+        machine = self.machine
+        if self.viewing is not None and machine is not None:
+            outputs = self.viewing.outputs(inputs, examples, self.output)
+            return average(outputs, machine.draws, self.likelihood, self.keep, machine.plan)
+        if machine is None:
+            return self._without_draws(inputs, examples)
+        if not self.started:  # heads, if any, then serve all batches
+            machine.marginalize_head_(inputs, examples, self.output)
+            self.started = True
+        if self.tolerance is not None and not machine.draws.is_exact:
+            return until_sure(machine, inputs, examples, self.output, self.likelihood, self.tolerance)
+        outputs = machine.outputs(inputs, examples, self.output)
+        return average(outputs, machine.draws, self.likelihood, self.keep, machine.plan)
+
+    def _without_draws(self, inputs: Any, examples: Tensor) -> Any:
+        if self.options.get("dropout"):
+            number = self.number if isinstance(self.number, int) else 1
+            draws, outputs = dropout_passes(
+                self.model, inputs, number, examples, self.output, self.options.get("generator")
+            )
+            plan = Plan.of_draws(draws)
+            plan.fallback = "masks of the network's own dropout layers"
+            return average(outputs, draws, self.likelihood, self.keep, plan)
+        plan = Plan(1, "mean" if self.network is not None else "none", exact=True, networks=1)
+        plan.fallback = "the mean network" if self.network is not None else "the network is not patched"
+        resting = at_rest(self.model)
+        network = network_of(resting) if self.network is not None else None
+        with undisturbed(resting):
+            if self.viewing is not None:
+                draws, outputs = self.viewing.passes(
+                    inputs, lambda seen: mean_pass(resting, network, seen, self.output)
+                )
+                return average(outputs, draws, self.likelihood, self.keep, plan, mean=self.network is not None)
+            outputs = mean_pass(resting, network, inputs, self.output)
+            return average(outputs, None, self.likelihood, self.keep, plan, mean=self.network is not None)
 
 
 class Predictor(nn.Module):
     """A module that answers with the posterior predictive, for pipelines that call a model and expect an answer.
 
     Its output is the averaged log-probabilities (B, C), or for `Gaussian` the pair mean (B, D), variance (B, D). The draws
-    are made once: the same input always gives the same answer. No gradients. Arguments as in `predict`.
+    are made once: the same input always gives the same answer. The weights of the draws are made at the first call and
+    kept, within `memory_limit`, until a parameter changes (as optimizers and `load_state_dict` change it; after writing to
+    `.data`, call `refresh_`). Several threads may call it. No gradients. Arguments as in `predict`.
     """
 
     def __init__(
@@ -166,109 +236,119 @@ class Predictor(nn.Module):
         likelihood: Likelihood | None = None,
         *,
         sampling: Sampling = "balanced",
+        engine: Mode = "graph",
+        memory_limit: int | None = None,
         generator: torch.Generator | None = None,
         select: Callable[[Any], Any] | None = None,
         output: Callable[[Any], Tensor] | None = None,
+        views: Views | Callable[[Any, torch.Generator], Any] | None = None,
     ) -> None:
         super().__init__()
         self.model = model
         self.draws = make_draws(model, network_of(model), draws, sampling, generator)
-        self.likelihood = checked_likelihood(likelihood or Categorical())
-        self.select, self.output = select, output
+        self.likelihood = checked_likelihood(likelihood or network_of(model).likelihood)
+        self.engine, self.memory_limit, self.select, self.output = engine, memory_limit, select, output
+        self.views = views
+        self._kept = _Kept()
+        _check(self.draws, network_of(model), Options(engine=engine))
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, Tensor]:
         inputs = kwargs or (args if len(args) != 1 else args[0])
         if args and kwargs:
-            raise PatchbayesError("Predictor: give all inputs by position or all by keyword.")
-        prediction = predict(
-            self.model, inputs, self.draws, likelihood=self.likelihood, select=self.select, output=self.output
+            raise PatchbayesError("Predictor: expected all inputs by position or all by keyword, got both.")
+        predicting = self._predicting()
+        (batch,) = batches(inputs if is_batch(inputs) else (inputs,), self.select)
+        with torch.inference_mode():
+            batch = on_device(batch, predicting.device)
+            prediction = predicting.batch(batch, torch.arange(batch_size(batch)))
+        return prediction.usable().answer
+
+    def refresh_(self) -> None:
+        """Forget the weights that were made for the draws."""
+        self._kept = _Kept()
+
+    def _predicting(self) -> "Predicting":
+        network, kept = network_of(self.model), self._kept
+        state = tuple((id(p), p._version, p.data_ptr()) for s in network.sites for p in s.parameters().values())
+        with kept.lock:
+            if kept.predicting is None or kept.state != state:
+                options = Options(
+                    likelihood=self.likelihood,
+                    engine=self.engine,
+                    memory_limit=self.memory_limit,
+                    output=self.output,
+                    views=self.views,
+                )
+                kept.predicting = Predicting(self.model, network, self.draws, options, num_batches=1)
+                kept.state = state
+            return kept.predicting
+
+
+class _Kept:
+    """What a `Predictor` keeps from call to call. A copy starts without."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.state: Any = None
+        self.predicting: Predicting | None = None
+
+    def __reduce__(self) -> Any:
+        return _Kept, ()
+
+
+def _check(draws: Number, network: PatchedNetwork | None, options: Options) -> None:
+    engine, tolerance = options.get("engine", "auto"), options.get("tolerance")
+    if engine not in ("auto", "loop", "graph"):
+        raise PatchbayesError(f'predict(engine={engine!r}): expected "auto", "loop" or "graph".')
+    if isinstance(draws, str) and draws not in ("exact", "auto", "mean"):
+        raise PatchbayesError(f'predict(draws={draws!r}): expected a number, Draws, "exact", "auto" or "mean".')
+    if tolerance is not None and draws != "auto":
+        raise PatchbayesError(f'predict(tolerance={tolerance!r}) is for draws="auto", got draws={draws!r}.')
+    if tolerance is not None and not tolerance > 0:
+        raise PatchbayesError(f"predict(tolerance={tolerance!r}): expected a standard error above 0.")
+    if draws == "auto" and options.get("keep_draws"):
+        raise PatchbayesError(
+            'predict(draws="auto"): inputs use different draws, so keep_draws=True cannot keep them all.\n'
+            "  do       give a number of draws."
         )
-        if isinstance(prediction, ClassPrediction):
-            return prediction.log_probs
-        return prediction.mean, prediction.variance
+    if options.get("views") is not None and (draws == "auto" or options.get("dropout")):
+        raise PatchbayesError('predict: views go with a number of draws or "mean", not with "auto" or dropout=True.')
+    if options.get("dropout") and network is not None:
+        raise PatchbayesError(
+            "predict(dropout=True) is for a network that is not patched; this one is.\n"
+            "  do       patch it with pb.Dropout(rate) at the sites where masks are wanted."
+        )
+    if network is None and isinstance(draws, Draws):
+        raise PatchbayesError("predict: Draws were given for a network that is not patched; expected a number.")
+
+
+def _length(inputs: Any) -> int:
+    """How many batches will come; 1 where that is not known."""
+    return len(inputs) if not is_batch(inputs) and hasattr(inputs, "__len__") else 1
 
 
 def make_draws(
-    model: nn.Module, network: Network, draws: Any, sampling: Sampling, generator: torch.Generator | None
+    model: nn.Module, network: PatchedNetwork, draws: Any, sampling: Sampling, generator: torch.Generator | None
 ) -> Draws:
-    """The draws that `predict` means by a number, by "exact", or by `Draws`."""
-    makers = {"stratified": Draws.stratify, "orthogonal": Draws.orthogonalize, "iid": Draws.sample}
+    """The draws that `predict` means by a number, by "exact" or "auto", or by `Draws`."""
+    makers = {"stratified": Draws.stratified, "orthogonal": Draws.orthogonal, "iid": Draws.sample}
     if sampling not in ("balanced", *makers):
-        raise PatchbayesError(f'predict(sampling={sampling!r}): give "balanced", {", ".join(map(repr, makers))}.')
+        raise PatchbayesError(f'predict(sampling={sampling!r}): expected "balanced", {", ".join(map(repr, makers))}.')
     if isinstance(draws, Draws):
         if generator is not None:
             raise PatchbayesError("generator= is for making draws; the draws given were made already.")
         network.check(draws)
         if not len(draws):
-            raise PatchbayesError("predict: the given Draws hold no draw; at least one is needed.")
+            raise PatchbayesError("predict: the given Draws hold no draw; expected at least one.")
         return draws
     if draws == "exact":
         return Draws.enumerate(model)
-    made = Draws.sample(model, draws)  # also checks the number
-    if network.layout.log10_outcomes < math.log10(len(made) + 0.5):
+    number = MOST_DRAWS if draws == "auto" else draws
+    made = Draws.sample(model, number)  # also checks the number
+    if network.layout.log10_outcomes < math.log10((_FEW_OUTCOMES if draws == "auto" else number) + 0.5):
         return Draws.enumerate(model)
     if sampling == "balanced":
-        symbols, exponent = network.layout.orthogonal_block or (1, math.inf)
+        symbols, exponent = made.law.orthogonal_block or (1, math.inf)
         fits = math.isfinite(exponent) and 2 * symbols**exponent <= len(made)
         sampling = "orthogonal" if fits else "stratified"
-    return makers[sampling](model, draws, generator)
-
-
-def _batches(inputs: Any, select: Callable[[Any], Any] | None) -> Iterator[Any]:
-    if _is_batch(inputs):
-        yield inputs if select is None else select(inputs)
-        return
-    if not isinstance(inputs, Iterable):
-        raise PatchbayesError(f"predict: inputs are tensors or an iterable of batches, not a {type(inputs).__name__}.")
-    for batch in inputs:
-        if select is not None:
-            yield select(batch)
-        else:
-            yield batch[0] if isinstance(batch, tuple | list) else batch
-
-
-def _is_batch(inputs: Any) -> bool:
-    """Whether the inputs are one batch, rather than an iterable of batches."""
-    return isinstance(inputs, Tensor | tuple | Mapping)
-
-
-def _to_device(batch: Any, device: torch.device | None) -> Any:
-    if isinstance(batch, Mapping):
-        batch = dict(batch)
-    for place, leaf in enumerate(tree_leaves(batch)):
-        if isinstance(leaf, Tensor) and leaf.is_floating_point() and torch.isnan(leaf).any():
-            raise PatchbayesError(
-                f"predict: input tensor {place} holds NaN, {int(torch.isnan(leaf).sum())} of {leaf.numel()} values."
-            )
-    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, batch)
-
-
-def _batch_size(batch: Any) -> int:
-    sizes = [leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
-    if not sizes:
-        raise PatchbayesError("predict: a batch holds no tensor; give tensors, or select=batch -> inputs.")
-    return sizes[0]
-
-
-def _as_tensor(value: Any) -> Tensor:
-    found = value if isinstance(value, Tensor) else getattr(value, "logits", None)
-    if isinstance(found, Tensor):
-        return found
-    raise PatchbayesError(
-        f"predict: the network returns a {type(value).__name__}; a tensor (or a .logits) is required.\n"
-        "  do       pass output=lambda y: y[...] that picks it."
-    )
-
-
-def _progress(batches: Iterator[Any], inputs: Any) -> Iterator[Any]:
-    """The batches, with their number on the terminal where there is one and more than one batch."""
-    if not sys.stderr.isatty() or _is_batch(inputs):
-        yield from batches
-        return
-    total = f" of {len(inputs)}" if hasattr(inputs, "__len__") else ""
-    try:
-        for number, batch in enumerate(batches, start=1):
-            print(f"\rpredicting batch {number}{total} ", end="", file=sys.stderr, flush=True)
-            yield batch
-    finally:
-        print("\r" + " " * 48 + "\r", end="", file=sys.stderr, flush=True)
+    return makers[sampling](model, number, generator)

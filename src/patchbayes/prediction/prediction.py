@@ -1,19 +1,27 @@
-"""What a posterior predictive says: class probabilities or a mean, and how uncertain they are, and why."""
+"""What a posterior predictive says, whatever it is about: how sure the average over draws is, its parts, its replicates."""
 
 import dataclasses
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Self
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ..draws import Draws
+from ..draws.draws import Draws
 from ..errors import PatchbayesError
+from ..likelihoods import Likelihood
+from ..metrics.student import student_t
+from .loop import Outputs
 from .moments import StandardErrorKind
 from .plan import Plan
+
+PER_INPUT: Mapping[str, Any] = {"axis": 0}  # metadata of a field with a row for each input
+PER_DRAW: Mapping[str, Any] = {"axis": 1}  # of a field (S, B, ...) that is kept on demand
+
+_KINDS: dict[str, type["Prediction"]] = {}
 
 
 @dataclass(frozen=True)
@@ -25,87 +33,195 @@ class PredictiveCheck:
     p_value: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Prediction(ABC):
     """What all predictions have.
 
     num_draws            S, how many draws were averaged.
     standard_error_kind  where `standard_error` comes from; "exact" after enumeration, "unknown" (then NaN) with one draw,
                          draws that come twice, or a part of an enumeration.
+    degrees_of_freedom   (B,): of `standard_error`, which few independent blocks may have to tell (three of them with twenty
+                         balanced draws of five components): `monte_carlo_interval` takes that into account.
     weights              the weight of each draw, (S,) float64.
-    draws                the draws themselves: pass them to `predict` again to compare networks, inputs or engines.
+    draws                the draws themselves: pass them to `predict` again to compare networks, inputs or engines. None where
+                         nothing was drawn (the mean network, a network without patches).
     plan                 what was computed, and how much of it was shared; print it.
     draws_used           (B,) int64: S, or fewer where `tolerance` stopped early.
+    temperature          T of the likelihood, with which the averaged prediction is sharpened or softened; 1: not at all.
+
+    A subclass says in `estimate` which of its properties the standard error belongs to, and in `reported` what `numpy` gives.
     """
 
     num_draws: int
     standard_error_kind: StandardErrorKind
+    degrees_of_freedom: Tensor = field(metadata=PER_INPUT)
     weights: Tensor
-    draws: Draws
+    draws: Draws | None
     plan: Plan
-    draws_used: Tensor
+    draws_used: Tensor = field(metadata=PER_INPUT)
+    temperature: float = 1.0
+    standard_error: Tensor = field(metadata=PER_INPUT)
+
+    estimate: ClassVar[str]
+    reported: ClassVar[tuple[str, ...]]
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        _KINDS[cls.__name__] = cls
+
+    @classmethod
+    @abstractmethod
+    def averaged(
+        cls,
+        outputs: Outputs,
+        draws: Draws | None,
+        likelihood: Likelihood,
+        draw_temperature: float,
+        temperature: float,
+        keep: bool,
+        plan: Plan,
+    ) -> Self:
+        """The prediction for one batch, from the outputs of all draws: softened one by one, averaged, and tempered."""
+
+    @property
+    @abstractmethod
+    def answer(self) -> Tensor | tuple[Tensor, Tensor]:
+        """The prediction in one tensor, or two: what a `Predictor` returns."""
+
+    @property
+    @abstractmethod
+    def tolerated_error(self) -> Tensor:
+        """(B,): the Monte-Carlo error that `tolerance` is compared with."""
+
+    @abstractmethod
+    def fit_temperature(self, targets: Tensor) -> float:
+        """The temperature that fits held-out targets best, shrunk towards 1 by what they leave uncertain.
+
+        Of the averages as they were before any temperature, so that it replaces the likelihood's and does not add to it.
+        """
+
+    @abstractmethod
+    def _mixed(self, new: Self, share: Tensor) -> dict[str, Tensor]:
+        """The averages over the draws of both, those of `new` having the share (B,) of all."""
+
+    @abstractmethod
+    def sample(self, number: int = 1, generator: torch.Generator | None = None) -> Tensor:
+        """Replicated targets, (R, B, ...). Needs keep_draws=True."""
+
+    def __str__(self) -> str:
+        """In a line: how many inputs and draws, and the mean of what is reported, one number for each."""
+        parts = []
+        for name in self.reported:
+            value = getattr(self, name)
+            if isinstance(value, Tensor) and value.is_floating_point() and value.numel() == len(self) > 0:
+                parts.append(f"{name.replace('_', ' ')} {float(value.double().mean()):.3g}")
+        means = f"; mean {', '.join(parts)}" if parts else ""
+        number = "one pass" if self.draws is None else f"{self.num_draws:,} draws"
+        return f"{type(self).__name__}: {len(self):,} inputs, {number}, temperature {self.temperature:.3g}{means}"
 
     def __len__(self) -> int:
         """B, the number of inputs."""
-        return len(next(v for v in self._per_input().values() if v is not None))
+        return len(self.draws_used)
 
     def __getitem__(self, which: slice | Tensor | Sequence[int]) -> Self:
         """The prediction for some of the inputs."""
-        kept: dict[str, Any] = {
-            name: value[which] if value is not None else None for name, value in self._per_input().items()
-        }
-        kept |= {name: getattr(self, name)[:, which] for name in self._per_draw() if getattr(self, name) is not None}
+        if isinstance(which, int):
+            raise PatchbayesError(
+                f"prediction[{which}]: expected a slice, numbers or a mask.\n  do       prediction[{which}:{which + 1}]."
+            )
+        kept: dict[str, Any] = {name: value[which] for name, value in self._fields(PER_INPUT).items()}
+        kept |= {name: value[:, which] for name, value in self._fields(PER_DRAW).items()}
         return dataclasses.replace(self, **kept)
 
     @classmethod
     def concatenate(cls, predictions: Sequence[Self]) -> Self:
         """One prediction for the inputs of several, which must come from the same draws."""
         if not predictions:
-            raise PatchbayesError("concatenate: nothing given; pass at least one prediction.")
+            raise PatchbayesError("concatenate: expected at least one prediction, got none.")
         first = predictions[0]
         for other in predictions[1:]:
+            if type(other) is not type(first):
+                raise PatchbayesError(
+                    f"concatenate: expected predictions of one kind, got {type(first).__name__} and {type(other).__name__}."
+                )
             if other.num_draws != first.num_draws or not torch.equal(other.weights, first.weights):
                 raise PatchbayesError("concatenate: the predictions do not come from the same draws.")
-            if any((getattr(other, name) is None) != (getattr(first, name) is None) for name in first._per_draw()):
+            if other.temperature != first.temperature:
+                raise PatchbayesError(
+                    f"concatenate: expected one temperature, got {first.temperature:g} and {other.temperature:g}."
+                )
+            if other._fields(PER_DRAW).keys() != first._fields(PER_DRAW).keys():
                 raise PatchbayesError("concatenate: some predictions kept their draws, some did not (keep_draws).")
-        joined: dict[str, Any] = {
-            n: torch.cat([p._per_input()[n] for p in predictions])
-            for n, v in first._per_input().items()
-            if v is not None
-        }
-        joined |= {
-            name: torch.cat([getattr(p, name) for p in predictions], dim=1)
-            for name in first._per_draw()
-            if getattr(first, name) is not None
-        }
+        joined: dict[str, Any] = {}
+        for axis, metadata in enumerate((PER_INPUT, PER_DRAW)):
+            parts = [prediction._fields(metadata) for prediction in predictions]
+            joined |= {name: torch.cat([part[name] for part in parts], dim=axis) for name in parts[0]}
         return dataclasses.replace(first, **joined)
+
+    def merged(self, new: Self, rows: Tensor) -> Self:
+        """The same with `new` averaged in: other, independent draws for the inputs numbered by rows (len(new),)."""
+        before = self[rows]
+        used = before.draws_used + new.draws_used
+        share = (new.draws_used.double() / used).to(new.standard_error)
+        part = _column(share, new.standard_error)
+        variance = ((1 - part) * before.standard_error).square() + (part * new.standard_error).square()
+        fields: dict[str, Tensor] = {
+            "draws_used": used,
+            "degrees_of_freedom": before.degrees_of_freedom + new.degrees_of_freedom,
+            "standard_error": variance.sqrt(),
+            **before._mixed(new, share),
+        }
+        merged: dict[str, Any] = {}
+        for name, value in fields.items():
+            merged[name] = getattr(self, name).clone()
+            merged[name][rows.to(value.device)] = value
+        return dataclasses.replace(self, **merged)
+
+    def monte_carlo_interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
+        """Where the average over infinitely many draws lies, with confidence `level`: two tensors like `probs` or `mean`.
+
+            estimate -+ t(level; degrees of freedom) x standard error, t being Student's quantile
+
+        This is the error made by averaging S draws instead of all; it says nothing about the target (`interval` does that, in
+        regression). Under an "upper estimate" the confidence is at least `level`. Draws from two to four blocks have few
+        degrees of freedom: plus and minus 1.96 standard errors would cover 68 to 86 %.
+        """
+        check_level("monte_carlo_interval", level)
+        if self.standard_error_kind == "unknown":
+            raise PatchbayesError(
+                f"monte_carlo_interval: the error of these {self.num_draws} draws is unknown (a single one, draws that come "
+                "twice, or a part of an enumeration).\n  do       predict with at least two draws that were made together."
+            )
+        quantiles = {
+            d: 0.0 if d == torch.inf else student_t(int(d), level) for d in self.degrees_of_freedom.unique().tolist()
+        }
+        reach = torch.tensor([quantiles[d] for d in self.degrees_of_freedom.tolist()], dtype=torch.float64)
+        middle = getattr(self, self.estimate)
+        reach = _column(reach.to(middle), middle) * self.standard_error
+        return self._possible(middle - reach), self._possible(middle + reach)
+
+    def _possible(self, bound: Tensor) -> Tensor:
+        """The nearest value that the estimate can take."""
+        return bound
+
+    def numpy(self) -> dict[str, np.ndarray]:
+        """Everything it says as a plain dictionary of NumPy arrays, ready for `numpy.savez`; kept draws if there are any."""
+        names = (
+            *self.reported,
+            "standard_error",
+            "degrees_of_freedom",
+            "draws_used",
+            "weights",
+            *self._fields(PER_DRAW),
+        )
+        arrays = {name: getattr(self, name).detach().cpu().numpy() for name in names}
+        return arrays | {"temperature": np.array(self.temperature), "num_draws": np.array(self.num_draws)}
 
     def usable(self) -> Self:
         """The same with ordinary tensors, where those were made in inference mode."""
         made: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         made = {name: v.clone() for name, v in made.items() if isinstance(v, Tensor) and v.is_inference()}
         return dataclasses.replace(self, **made)
-
-    def _per_input(self) -> dict[str, Tensor]:
-        skip = {"num_draws", "standard_error_kind", "weights", "draws", "plan", "precision", *self._per_draw()}
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in skip}
-
-    def _per_draw(self) -> tuple[str, ...]:
-        return ()
-
-    def _replicates(self, kept: Tensor | None, number: int, generator: torch.Generator | None, what: str) -> Tensor:
-        """The kept draws picked for `number` replicates, each a draw for all inputs: (R, B, ...)."""
-        if kept is None:
-            raise PatchbayesError(f"{what} needs every draw: call predict(..., keep_draws=True).")
-        if number < 1:
-            raise PatchbayesError(f"{what}: the number of samples is at least 1, {number} was given.")
-        generator = generator or torch.Generator().manual_seed(0)
-        picked = torch.multinomial(self.weights, number, replacement=True, generator=generator)
-        return kept[picked.to(kept.device)]
-
-    @abstractmethod
-    def sample(self, number: int = 1, generator: torch.Generator | None = None) -> Tensor:
-        """Replicated targets, (R, B, ...). Needs keep_draws=True."""
 
     def check(
         self,
@@ -120,148 +236,51 @@ class Prediction(ABC):
         model would produce, in that respect. Needs keep_draws=True.
         """
         samples = self.sample(replicates, generator)
-        if targets.shape != samples.shape[1:]:
-            raise PatchbayesError(
-                f"check: targets have the shape {tuple(targets.shape)}, not {tuple(samples.shape[1:])}."
-            )
+        check_shape("check", targets, samples.shape[1:])
         observed = float(statistic(targets))
         replicated = torch.tensor([float(statistic(sample)) for sample in samples], dtype=torch.float64)
         return PredictiveCheck(observed, replicated, float((replicated >= observed).double().mean()))
 
+    def _fields(self, metadata: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The tensors with a row for each input, or those that were kept of every draw."""
+        some = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata == metadata}
+        return {name: value for name, value in some.items() if value is not None}
 
-@dataclass(frozen=True)
-class ClassPrediction(Prediction):
-    """The posterior predictive of a classifier, for B inputs and C classes (the classes are the last axis).
-
-    probs            (B, C): (1/S) sum_s p(y | x, w_s).
-    log_probs        (B, C): logarithm of the averaged probabilities, also where those underflow.
-    standard_error   (B, C): Monte-Carlo standard error of each probability.
-    expected_entropy (B,): (1/S) sum_s H[p(y | x, w_s)], in nats: what remains uncertain with the weights known (aleatoric).
-    draw_probs       (S, B, C) with keep_draws=True, else None.
-    """
-
-    probs: Tensor
-    log_probs: Tensor
-    standard_error: Tensor
-    expected_entropy: Tensor
-    draw_probs: Tensor | None = None
-
-    @property
-    def predicted_class(self) -> Tensor:
-        """(B,) int64."""
-        return self.probs.argmax(-1)
-
-    @property
-    def confidence(self) -> Tensor:
-        """(B,): the largest probability."""
-        return self.probs.amax(-1)
-
-    @property
-    def entropy(self) -> Tensor:
-        """(B,): entropy of the averaged probabilities, in nats: all uncertainty."""
-        return torch.special.entr(self.probs).sum(-1)
-
-    @property
-    def mutual_information(self) -> Tensor:
-        """(B,): entropy minus expected entropy: what the draws disagree on (epistemic)."""
-        return (self.entropy - self.expected_entropy).clamp_min(0)
-
-    def sample(self, number: int = 1, generator: torch.Generator | None = None) -> Tensor:
-        """Replicated class labels, (R, B) int64: a draw of the network for each replicate. Needs keep_draws=True."""
-        generator = generator or torch.Generator().manual_seed(0)
-        probs = self._replicates(self.draw_probs, number, generator, "sample")
-        flat = torch.multinomial(probs.reshape(-1, probs.shape[-1]).cpu(), 1, generator=generator)
-        return flat.reshape(probs.shape[:-1]).to(probs.device)
-
-    def _per_draw(self) -> tuple[str, ...]:
-        return ("draw_probs",)
+    def _pick(self, number: int, generator: torch.Generator, what: str) -> Tensor:
+        """The numbers of the draws behind `number` replicates, (R,) int64: each is one draw for all inputs."""
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise PatchbayesError(f"{what}: expected a number of samples of at least 1, got {number!r}.")
+        return torch.multinomial(self.weights, number, replacement=True, generator=generator)
 
 
-@dataclass(frozen=True)
-class RegressionPrediction(Prediction):
-    """The posterior predictive of a regression, for B inputs and D targets: a mixture of S Gaussians.
+def prediction_class(name: str) -> type[Prediction]:
+    """The class of predictions that a likelihood offers by that name."""
+    if name not in _KINDS:
+        raise PatchbayesError(
+            f"a likelihood offers {name!r}: expected the name of a prediction, one of {', '.join(sorted(_KINDS))}."
+        )
+    return _KINDS[name]
 
-    mean                  (B, D): (1/S) sum_s f(x, w_s).
-    standard_error        (B, D): Monte-Carlo standard error of the mean.
-    epistemic_covariance  (B, D, D): covariance of f over the draws.
-    precision             tau_output: the noise variance is 1 / precision.
-    draw_means            (S, B, D) with keep_draws=True, else None.
-    """
 
-    mean: Tensor
-    standard_error: Tensor
-    epistemic_covariance: Tensor
-    precision: float
-    draw_means: Tensor | None = None
+def needed(kept: Tensor | None, what: str) -> Tensor:
+    """What was kept of every draw, or an error that says how to keep it."""
+    if kept is None:
+        raise PatchbayesError(f"{what} needs every draw: call predict(..., keep_draws=True).")
+    return kept
 
-    @property
-    def epistemic_variance(self) -> Tensor:
-        """(B, D): variance of f over the draws, (1/S) sum f^2 - mean^2."""
-        return self.epistemic_covariance.diagonal(dim1=-2, dim2=-1)
 
-    @property
-    def aleatoric_variance(self) -> Tensor:
-        """(B, D): the noise, 1 / tau_output."""
-        return torch.full_like(self.mean, 1 / self.precision)
+def check_shape(what: str, targets: Tensor, shape: Sequence[int]) -> None:
+    """Refuse targets of another shape."""
+    if targets.shape != torch.Size(shape):
+        raise PatchbayesError(f"{what}: expected targets of shape {tuple(shape)}, got shape {tuple(targets.shape)}.")
 
-    @property
-    def variance(self) -> Tensor:
-        """(B, D): epistemic plus aleatoric (appendix B.3)."""
-        return self.epistemic_variance + self.aleatoric_variance
 
-    @property
-    def covariance(self) -> Tensor:
-        """(B, D, D): (1/S) sum f f^T - mean mean^T + I / tau_output (appendix B.3)."""
-        return self.epistemic_covariance + torch.diag_embed(self.aleatoric_variance)
+def check_level(what: str, level: float) -> None:
+    """Refuse a level that is not between 0 and 1."""
+    if not 0 < level < 1:
+        raise PatchbayesError(f"{what}(level={level!r}): expected a level between 0 and 1.")
 
-    def log_prob(self, targets: Tensor) -> Tensor:
-        """(B,): log density of the mixture at the targets (B, D), log sum_s w_s N(y | f_s, 1/tau). Needs keep_draws=True."""
-        means = self._kept("log_prob")
-        if targets.shape != self.mean.shape:
-            raise PatchbayesError(
-                f"log_prob: targets have the shape {tuple(targets.shape)}, not {tuple(self.mean.shape)}."
-            )
-        squares = (means - targets).square().sum(-1)
-        size = self.mean.shape[-1]
-        constant = 0.5 * size * math.log(self.precision / (2 * math.pi))
-        log_weights = self.weights.to(means).log().unsqueeze(-1)
-        return constant + torch.logsumexp(log_weights - 0.5 * self.precision * squares, dim=0)
 
-    def quantile(self, level: float) -> Tensor:
-        """(B, D): the level-quantile of each target under the mixture. Needs keep_draws=True."""
-        if not 0 < level < 1:
-            raise PatchbayesError(f"quantile(level={level!r}): a level lies between 0 and 1.")
-        means = self._kept("quantile").double()
-        deviation = self.precision**-0.5
-        reach = deviation * float(torch.special.ndtri(torch.tensor(level, dtype=torch.float64)))
-        low, high = (
-            means.amin(0) + reach,
-            means.amax(0) + reach,
-        )  # the quantile lies between those of the extreme members
-        weights = self.weights.to(means).view(-1, 1, 1)
-        for _ in range(60):
-            middle = (low + high) / 2
-            below = (weights * torch.special.ndtr((middle - means) / deviation)).sum(0) < level
-            low, high = torch.where(below, middle, low), torch.where(below, high, middle)
-        return ((low + high) / 2).to(self.mean.dtype)
-
-    def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
-        """((B, D), (B, D)): the central interval that holds y with probability `level`. Needs keep_draws=True."""
-        if not 0 < level < 1:
-            raise PatchbayesError(f"interval(level={level!r}): a level lies between 0 and 1.")
-        return self.quantile((1 - level) / 2), self.quantile((1 + level) / 2)
-
-    def sample(self, number: int = 1, generator: torch.Generator | None = None) -> Tensor:
-        """Replicated targets y*, (R, B, D): a draw of the network and fresh noise each. Needs keep_draws=True."""
-        generator = generator or torch.Generator().manual_seed(0)
-        means = self._replicates(self.draw_means, number, generator, "sample")
-        noise = torch.randn(means.shape, generator=generator, dtype=means.dtype).to(means.device)
-        return means + noise * self.precision**-0.5
-
-    def _kept(self, what: str) -> Tensor:
-        if self.draw_means is None:
-            raise PatchbayesError(f"{what} needs every draw: call predict(..., keep_draws=True).")
-        return self.draw_means
-
-    def _per_draw(self) -> tuple[str, ...]:
-        return ("draw_means",)
+def _column(values: Tensor, like: Tensor) -> Tensor:
+    """(B,) as (B, 1, ...), to be multiplied with a tensor (B, ...)."""
+    return values.reshape(-1, *[1] * (like.dim() - 1))

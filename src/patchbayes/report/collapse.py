@@ -14,34 +14,34 @@ their mean). Weights are shown for every run, but do not overrule the answers: d
 from collections.abc import Sequence
 from typing import Literal
 
-from .records import Run
+from .records import EvaluatedRun
 
-Verdict = Literal["one network", "not known", "collapsed", "diverse"]
+CollapseVerdict = Literal["one network", "not known", "collapsed", "diverse"]
 
 SHARE_OF_ERROR = 0.05
 SHARE_OF_NLL = 0.01
 SMALLEST_DISTANCE = 0.01
 
 
-def verdict(run: Run) -> Verdict:
+def verdict(run: EvaluatedRun) -> CollapseVerdict:
     """One of: a single network by construction, nothing recorded, collapsed, diverse."""
     if run.diversity is None:
         return "one network"
     signs = []
-    accuracy, nll = (_value(run, name) for name in ("accuracy", "nll"))
+    accuracy, nll = run.value("accuracy"), run.value("nll")
     if run.diversity.disagreement is not None and accuracy is not None:
         smallest = 1 / run.num_examples if run.num_examples else 0.0
         signs.append(run.diversity.disagreement <= max(SHARE_OF_ERROR * (1 - accuracy), smallest))
     if run.diversity.mutual_information is not None and nll is not None:
         signs.append(run.diversity.mutual_information <= SHARE_OF_NLL * nll)
-    if not signs and run.diversity.components:
-        signs = [distance <= SMALLEST_DISTANCE for _, distance in run.diversity.components]
+    if not signs:
+        signs = [distance <= SMALLEST_DISTANCE for _, distance in run.diversity.distances]
     if not signs:
         return "not known"
     return "collapsed" if all(signs) else "diverse"
 
 
-def sentence(runs: Sequence[Run]) -> str:
+def sentence(runs: Sequence[EvaluatedRun]) -> str:
     """The verdict on a group, in plain words."""
     verdicts = [verdict(run) for run in runs]
     collapsed = verdicts.count("collapsed")
@@ -52,7 +52,3 @@ def sentence(runs: Sequence[Run]) -> str:
     if "diverse" in verdicts:
         return "not collapsed: the draws differ"
     return "one network, nothing to differ" if "one network" in verdicts else "not known"
-
-
-def _value(run: Run, name: str) -> float | None:
-    return run.metrics[name].value if name in run.metrics else None

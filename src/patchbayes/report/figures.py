@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..runs.record import Floats, Reliability
 from .drawing import BAD, GOOD, INK, color, line_style, panel, svg
 from .estimates import Estimate, same
 from .groups import Comparison, Group
 from .measures import MEASURES, Measure, in_order, measure
-from .records import Curve, Floats, Reliability, Run
+from .records import EvaluatedRun
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 LARGEST_LEFT_OUT = 5  # bins with at most so many examples enter neither ECE nor MCE (appendix D.2)
 MOST_POINTS = 400  # of a training curve; more cannot be seen
 MARKERS = "osD^vP*X"
+
+Curve = tuple[tuple[float, ...], Floats]  # points x and y
 
 
 @dataclass(frozen=True)
@@ -162,7 +165,7 @@ def _confidently_wrong(edges: Sequence[float], wrong: Sequence[int]) -> str:
 
 def draws_curves(comparison: Comparison, names: Iterable[str]) -> list[Picture]:
     """One panel for each metric: its value against the number of draws, dashed lines where temperature scaling stands."""
-    found = in_order({n for run in comparison.runs if run.draws_curve for n in run.draws_curve.values})
+    found = in_order({n for run in comparison.runs if run.draws_curve for n in run.draws_curve.scores})
     pictures = [_draws_curve(comparison, metric, name) for metric, name in zip(found, names, strict=False)]
     return [picture for picture in pictures if picture]
 
@@ -207,11 +210,12 @@ def _draws_curve(comparison: Comparison, metric: str, name: str) -> Picture | No
 
 def _draws_points(group: Group, metric: str) -> list[tuple[int, float, float]]:
     """(S, mean over seeds, standard error): over seeds where there are several, else the record's own."""
-    curves = [run.draws_curve for run in group.runs if run.draws_curve and metric in run.draws_curve.values]
+    curves = [run.draws_curve for run in group.runs if run.draws_curve and metric in run.draws_curve.scores]
     values: dict[int, list[float]] = {}
     errors: dict[int, float] = {}
     for curve in curves:
-        for s, value, spread in zip(curve.draws, curve.values[metric], curve.standard_errors[metric], strict=True):
+        scores = curve.scores[metric]
+        for s, value, spread in zip(curve.draws, scores.value, scores.standard_error, strict=True):
             if value is not None and _drawable(value):
                 values.setdefault(s, []).append(value)
                 errors[s] = spread if spread is not None and _drawable(spread) else 0.0
@@ -234,7 +238,7 @@ def coverage(comparison: Comparison, name: str) -> Picture | None:
     return _curves(
         comparison,
         name,
-        lambda run: run.coverage,
+        lambda run: (run.coverage.coverage, run.coverage.accuracy) if run.coverage else None,
         "Kept, % of examples",
         "Accuracy of the kept, %",
         "Accuracy of what is kept",
@@ -246,7 +250,7 @@ def quantiles(comparison: Comparison, name: str) -> Picture | None:
     return _curves(
         comparison,
         name,
-        lambda run: run.quantiles,
+        lambda run: (run.quantiles.level, run.quantiles.observed) if run.quantiles else None,
         "Level, %",
         "Targets below, %",
         "Targets below each quantile",
@@ -257,7 +261,7 @@ def quantiles(comparison: Comparison, name: str) -> Picture | None:
 def _curves(
     comparison: Comparison,
     name: str,
-    get: Callable[[Run], Curve | None],
+    get: Callable[[EvaluatedRun], Curve | None],
     x_label: str,
     y_label: str,
     heading: str,
@@ -270,7 +274,7 @@ def _curves(
         for group in comparison.groups:
             curves = [c for c in map(get, group.runs) if c is not None]
             for curve in curves if len(curves) > 1 else []:
-                axes.plot(*_percent(curve.x, curve.y), color=color(group.series), linewidth=0.6, alpha=0.4)
+                axes.plot(*_percent(*curve), color=color(group.series), linewidth=0.6, alpha=0.4)
             mean = _mean_curve(curves)
             if mean:
                 x, y = _percent([x for x, _ in mean], [y for _, y in mean])
@@ -291,7 +295,7 @@ def _percent(x: Sequence[float], y: Floats | Sequence[float]) -> tuple[list[floa
 
 def _mean_curve(curves: Sequence[Curve]) -> list[tuple[float, float]]:
     """The mean over seeds at the places of the first seed that all have."""
-    tables = [{x: y for x, y in zip(c.x, c.y, strict=True) if y is not None and _drawable(y)} for c in curves]
+    tables = [{x: y for x, y in zip(*curve, strict=True) if y is not None and _drawable(y)} for curve in curves]
     places = [x for x in tables[0] if all(x in table for table in tables)] if tables else []
     return [(x, statistics.fmean(table[x] for table in tables)) for x in places]
 
@@ -362,7 +366,7 @@ def site_distances(group: Group) -> list[tuple[str, float]]:
     """(site, mean distance over seeds), in the order of the first seed that has them."""
     found: dict[str, list[float]] = {}
     for run in group.runs:
-        for site, distance in run.diversity.components if run.diversity else ():
+        for site, distance in run.diversity.distances if run.diversity else ():
             if _drawable(distance):
                 found.setdefault(site, []).append(distance)
     return [(site, statistics.fmean(distances)) for site, distances in found.items()]

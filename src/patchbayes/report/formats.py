@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from .groups import Comparison
 from .measures import MINUS, MISSING
-from .tables import Cell, Column, Row, Table, tables
+from .tables import Table, TableCell, TableColumn, TableRow, tables
 
 CSV_HEADER = (
     "data",
@@ -40,15 +40,15 @@ def markdown(title: str, comparisons: Sequence[Comparison]) -> str:
     return "\n\n".join(blocks) + "\n"
 
 
-def _markdown_column(column: Column) -> str:
+def _markdown_column(column: TableColumn) -> str:
     return f"{escape_markdown(column.label)} {column.arrow}".strip()
 
 
-def _markdown_label(row: Row) -> str:
+def _markdown_label(row: TableRow) -> str:
     return escape_markdown(f"{'… ' if row.derived else ''}{row.label}{f' ({row.detail})' if row.detail else ''}")
 
 
-def _markdown_cell(cell: Cell) -> str:
+def _markdown_cell(cell: TableCell) -> str:
     text = escape_markdown(cell.text)
     return " ".join([f"**{text}**" if cell.best else text, *map(escape_markdown, cell.details)])
 
@@ -93,17 +93,17 @@ def _latex_table(table: Table) -> str:
     )
 
 
-def _latex_column(column: Column) -> str:
+def _latex_column(column: TableColumn) -> str:
     arrow = {"↑": r" $\uparrow$", "↓": r" $\downarrow$", "": ""}[column.arrow]
     return escape_latex(column.label) + arrow
 
 
-def _latex_label(row: Row) -> str:
+def _latex_label(row: TableRow) -> str:
     label = escape_latex(row.label)
     return rf"\quad {label}" if row.derived else label
 
 
-def _latex_cell(cell: Cell) -> str:
+def _latex_cell(cell: TableCell) -> str:
     text = escape_latex(cell.text)
     text = rf"\textbf{{{text}}}" if cell.best else text
     details = escape_latex(" ".join(cell.details))
@@ -160,7 +160,7 @@ def comma_separated(comparisons: Sequence[Comparison]) -> str:
     return out.getvalue()
 
 
-def _numbers(cell: Cell) -> list[object]:
+def _numbers(cell: TableCell) -> list[object]:
     if cell.numbers is None:
         return [""] * 6
     e = cell.numbers

@@ -5,8 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
+from ..runs.record import Metric, Task
 from .estimates import Estimate, over_seeds
-from .records import Metric, Run, Task
+from .records import EvaluatedRun
 
 
 @dataclass(frozen=True)
@@ -14,11 +15,11 @@ class Group:
     """Runs that differ only by seed, in the order of their seeds; `series` numbers the colors of a comparison."""
 
     label: str
-    runs: tuple[Run, ...]
+    runs: tuple[EvaluatedRun, ...]
     series: int
 
     @property
-    def first(self) -> Run:
+    def first(self) -> EvaluatedRun:
         return self.runs[0]
 
     @property
@@ -37,11 +38,11 @@ class Group:
         seeds = f"{len(self.runs)} seeds" if len(self.runs) > 1 else "1 seed"
         return seeds if draws is None else f"{seeds}, S = {draws:,}{more}"
 
-    def estimate(self, value: Callable[[Run], float | None]) -> Estimate:
+    def estimate(self, value: Callable[[EvaluatedRun], float | None]) -> Estimate:
         """The mean over seeds of a plain number of each run."""
         return over_seeds({_seed(run, i): value(run) for i, run in enumerate(self.runs)})
 
-    def metric(self, metric: Callable[[Run], Metric | None]) -> Estimate:
+    def metric(self, metric: Callable[[EvaluatedRun], Metric | None]) -> Estimate:
         """The mean over seeds of a metric; for one run its own interval."""
         found = {_seed(run, i): metric(run) for i, run in enumerate(self.runs)}
         known = {seed: entry for seed, entry in found.items() if entry is not None and entry.value is not None}
@@ -66,13 +67,13 @@ class Comparison:
         return f"{self.data}, {self.split}" if self.split else self.data
 
     @property
-    def runs(self) -> tuple[Run, ...]:
+    def runs(self) -> tuple[EvaluatedRun, ...]:
         return tuple(run for group in self.groups for run in group.runs)
 
 
-def compare(runs: Sequence[Run]) -> list[Comparison]:
+def compare(runs: Sequence[EvaluatedRun]) -> list[Comparison]:
     """The comparisons, and in each the groups, in the order in which they first appear."""
-    places: dict[tuple[Task, str, str, int | None], list[Run]] = {}
+    places: dict[tuple[Task, str, str, int | None], list[EvaluatedRun]] = {}
     for run in runs:
         places.setdefault((run.task, run.data, run.split, run.num_examples), []).append(run)
     comparisons = []
@@ -86,9 +87,9 @@ def compare(runs: Sequence[Run]) -> list[Comparison]:
     return comparisons
 
 
-def _grouped(runs: Sequence[Run]) -> list[list[Run]]:
+def _grouped(runs: Sequence[EvaluatedRun]) -> list[list[EvaluatedRun]]:
     """A seed that appears twice opens a new group: counting it again would make an interval look narrower than it is."""
-    groups: list[tuple[object, list[Run]]] = []
+    groups: list[tuple[object, list[EvaluatedRun]]] = []
     for run in runs:
         identity = _identity(run)
         for known, members in groups:
@@ -100,17 +101,18 @@ def _grouped(runs: Sequence[Run]) -> list[list[Run]]:
     return [sorted(members, key=lambda run: run.seed or 0) for _, members in groups]
 
 
-def _identity(run: Run) -> object:
+def _identity(run: EvaluatedRun) -> object:
     """What must agree for runs to be one group: everything that was recorded, but seed, name and folder."""
     return run.method, run.model, run.sites, run.draws, _command(run)
 
 
-def _command(run: Run) -> tuple[str, ...]:
+def _command(run: EvaluatedRun) -> tuple[str, ...]:
     """The words of the training command without its seed and without the run's own folder."""
+    command = run.train_command or ""
     try:
-        words = shlex.split(run.train_command)
+        words = shlex.split(command)
     except ValueError:
-        words = run.train_command.split()
+        words = command.split()
     own = {run.name, PurePath(run.folder).name} - {""}
     kept: list[str] = []
     seed_follows = False
@@ -127,7 +129,7 @@ def _command(run: Run) -> tuple[str, ...]:
     return tuple(kept)
 
 
-def _labels(groups: Sequence[Sequence[Run]]) -> list[str]:
+def _labels(groups: Sequence[Sequence[EvaluatedRun]]) -> list[str]:
     """The method's name; where several groups share it, also what tells them apart, in the last resort a number."""
     labels = [group[0].method or "(no method)" for group in groups]
     for marks_of in (_recorded, _command, lambda run: (run.name,)):
@@ -143,11 +145,11 @@ def _labels(groups: Sequence[Sequence[Run]]) -> list[str]:
     ]
 
 
-def _recorded(run: Run) -> tuple[str, ...]:
+def _recorded(run: EvaluatedRun) -> tuple[str, ...]:
     draws = () if run.draws is None else (f"S = {run.draws:,}",)
     return tuple(text for text in (run.model, run.sites) if text) + draws
 
 
-def _seed(run: Run, position: int) -> int:
+def _seed(run: EvaluatedRun, position: int) -> int:
     """The seed; a run that does not say one stands alone in its group."""
     return position if run.seed is None else run.seed

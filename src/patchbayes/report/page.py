@@ -6,12 +6,12 @@ from importlib import resources
 
 from . import drawing
 from .groups import Comparison
-from .records import Run
-from .sections import Section, sections
+from .records import EvaluatedRun
+from .sections import Section, finding, sections
 
 
 @dataclass(frozen=True)
-class Part:
+class PagePart:
     """One comparison as the page shows it."""
 
     id: str
@@ -39,7 +39,7 @@ def page(title: str, comparisons: Sequence[Comparison]) -> str:
     templates.filters["figure"] = Markup
     runs = [run for comparison in comparisons for run in comparison.runs]
     parts = [
-        Part(f"c{number}", comparison, _facts(comparison), tuple(sections(comparison, f"c{number}")))
+        PagePart(f"c{number}", comparison, _facts(comparison), tuple(sections(comparison, f"c{number}")))
         for number, comparison in enumerate(comparisons, 1)
     ]
     return templates.from_string((files / "page.html.jinja").read_text("utf-8")).render(
@@ -55,9 +55,11 @@ def page(title: str, comparisons: Sequence[Comparison]) -> str:
 
 
 def _lead(comparisons: Sequence[Comparison]) -> str:
+    """What was found, and how many runs it is from."""
+    found = " ".join(filter(None, map(finding, comparisons)))
     runs = sum(len(comparison.runs) for comparison in comparisons)
     groups = sum(len(comparison.groups) for comparison in comparisons)
-    text = _number(runs, "run")
+    text = f"{found} {_number(runs, 'run')}".strip()
     return text if groups == runs else f"{text}, {groups:,} when those that differ only by seed are taken together"
 
 
@@ -75,11 +77,11 @@ def _number(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-def _environments(runs: Sequence[Run]) -> list[Environment]:
+def _environments(runs: Sequence[EvaluatedRun]) -> list[Environment]:
     """The distinct machines, versions and commits, each with its runs."""
     found: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for run in runs:
-        facts = [*run.machine.items(), *run.versions.items(), *([("commit", run.commit)] if run.commit else [])]
+        facts = run.machine | run.versions | ({"commit": run.commit} if run.commit else {})
         if facts:
-            found.setdefault(tuple(facts), []).append(run.name)
+            found.setdefault(tuple((name, str(value)) for name, value in facts.items()), []).append(run.name)
     return [Environment(facts, tuple(names)) for facts, names in found.items()]

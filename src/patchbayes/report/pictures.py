@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..errors import PatchbayesError
+from ..runs.record import Example
 from .groups import Comparison
-from .records import Example, Run
+from .records import EvaluatedRun
 
 LARGEST_SIDE = 96  # pixels a picture keeps in the report
 LARGEST_READ = 4096  # pixels a side of a picture in a record may have
@@ -38,16 +39,17 @@ class Gallery:
 def galleries(comparison: Comparison) -> Iterator[Gallery]:
     for group in comparison.groups:
         run = group.first
-        if run.most_certain or run.least_certain:
+        examples = run.examples
+        if examples is not None and (examples.most_certain or examples.least_certain):
             seed = f", seed {run.seed}" if len(group.runs) > 1 else ""
             yield Gallery(
                 f"{group.label}{seed}",
-                tuple(_thumbnail(run, example) for example in run.most_certain[:MOST]),
-                tuple(_thumbnail(run, example) for example in run.least_certain[:MOST]),
+                tuple(_thumbnail(run, example) for example in examples.most_certain[:MOST]),
+                tuple(_thumbnail(run, example) for example in examples.least_certain[:MOST]),
             )
 
 
-def _thumbnail(run: Run, example: Example) -> Thumbnail:
+def _thumbnail(run: EvaluatedRun, example: Example) -> Thumbnail:
     confidence = "" if example.confidence is None else f"{100 * example.confidence:.0f} %"
     right = example.true == example.predicted
     spoken = f"Example {example.index}: predicted {example.predicted}{f' with {confidence}' if confidence else ''}, "
@@ -61,7 +63,7 @@ def _thumbnail(run: Run, example: Example) -> Thumbnail:
     )
 
 
-def _address(run: Run, example: Example) -> str:
+def _address(run: EvaluatedRun, example: Example) -> str:
     """The picture as a data address, made smaller where it is large; what is not a readable PNG is refused."""
     if example.png is None:
         return ""
@@ -75,8 +77,8 @@ def _address(run: Run, example: Example) -> str:
             small = image.convert("RGBA" if "A" in image.getbands() else "RGB" if image.mode != "L" else "L")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise PatchbayesError(
-            f"report: {run.source}: examples: the picture of example {example.index} cannot be read ({error}); a PNG picture "
-            "in base64 is required. Write the file anew with `patchbayes evaluate`."
+            f"report: {run.place}: examples: the picture of example {example.index} cannot be read ({error}); expected a PNG "
+            "picture in base64.\n  do       evaluate the run again with `patchbayes evaluate`."
         ) from error
     small.thumbnail((LARGEST_SIDE, LARGEST_SIDE))
     out = io.BytesIO()

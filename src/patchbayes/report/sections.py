@@ -11,7 +11,7 @@ from .figures import Picture
 from .groups import Comparison, Group
 from .measures import ERROR, Measure, measure
 from .pictures import Gallery, galleries
-from .tables import Cell, Column, Row, Table, lower, tables
+from .tables import Table, TableCell, TableColumn, TableRow, lower, summary, tables
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,22 @@ def _summary(comparison: Comparison, table: Table | None) -> Section:
     return Section("summary", "Summary", table=table, points=tuple(_findings(comparison, table)) if table else ())
 
 
+def finding(comparison: Comparison) -> str:
+    """What the records say first, in a sentence: which is best by likelihood, and whether that is more than chance."""
+    table, name = summary(comparison), "nll" if comparison.task == "classification" else "log_density"
+    index = next((i for i, column in enumerate(table.columns) if column.key == name), None) if table else None
+    ranked = _ranked(table, index, measure(name)) if table is not None and index is not None else []
+    if not ranked:
+        return ""
+    label = lower(measure(name).label)
+    word = "Highest" if measure(name).better == "higher" else "Lowest"
+    (first, leader), *others = ranked
+    if not others:
+        return f"{word} {label}: {first}."
+    difference = "a significant difference" if leader.best else "no significant difference"
+    return f"{word} {label}: {first}; next: {others[0][0]}; {difference}."
+
+
 def _findings(comparison: Comparison, table: Table) -> Iterator[str]:
     """What the table says about its main columns, in sentences; nothing where there is nothing to compare."""
     for name in ("accuracy", "nll", "ece") if comparison.task == "classification" else ("rmse", "log_density", "crps"):
@@ -94,9 +110,9 @@ def _findings(comparison: Comparison, table: Table) -> Iterator[str]:
             yield f"{group.label} {collapse.sentence(group.runs)} (see Diversity)."
 
 
-def _ranked(table: Table, index: int, what: Measure) -> list[tuple[str, Cell]]:
+def _ranked(table: Table, index: int, what: Measure) -> list[tuple[str, TableCell]]:
     """(row and value in words, cell) of one column, best first; of a method and its variants only the best one."""
-    found: list[tuple[float, str, str, Cell]] = []
+    found: list[tuple[float, str, str, TableCell]] = []
     owner = ""
     for row in table.rows:
         owner = owner if row.derived else row.label
@@ -106,7 +122,7 @@ def _ranked(table: Table, index: int, what: Measure) -> list[tuple[str, Cell]]:
             unit = "\N{NO-BREAK SPACE}%" if what.label.endswith("%") else ""
             found.append((cell.numbers.value, owner, f"{label}, {' '.join([cell.text, *cell.details])}{unit}", cell))
     found.sort(key=lambda item: item[0], reverse=what.better == "higher")
-    firsts: dict[str, tuple[float, str, str, Cell]] = {}
+    firsts: dict[str, tuple[float, str, str, TableCell]] = {}
     for item in found:
         firsts.setdefault(item[1], item)
     return [(words, cell) for _, _, words, cell in (firsts.values() if len(firsts) > 1 else found)]
@@ -259,8 +275,8 @@ def _diversity(comparison: Comparison, table: Table | None, names: Iterator[str]
 
 def _distances(group: Group) -> Table:
     shown = Measure("Distance, %", scale=100, decimals=2)
-    rows = tuple(Row(site, (Cell(shown.show(distance)),)) for site, distance in figures.site_distances(group))
-    return Table(f"Distance between components of {group.label}", "Site", (Column(shown.label),), rows)
+    rows = tuple(TableRow(site, (TableCell(shown.show(distance)),)) for site, distance in figures.site_distances(group))
+    return Table(f"Distance between components of {group.label}", "Site", (TableColumn(shown.label),), rows)
 
 
 def _examples(comparison: Comparison) -> Section:

@@ -5,18 +5,19 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+from ..runs.record import Metric, Parameters
 from . import collapse
 from .estimates import Estimate, best
 from .groups import Comparison, Group
 from .measures import AUROC, ERROR, FPR95, MISSING, RELATIVE_ERROR, Measure, in_order, measure
-from .records import Metric, Run
+from .records import EvaluatedRun
 
-Metrics = Callable[[Run], dict[str, Metric]]
+Metrics = Callable[[EvaluatedRun], dict[str, Metric]]
 SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 @dataclass(frozen=True)
-class Column:
+class TableColumn:
     """`key` names the quantity to programs, `arrow` points where better values are, `meaning` explains it in a sentence.
 
     `words`: the cells are not numbers.
@@ -30,7 +31,7 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Cell:
+class TableCell:
     """What is shown (the text, below it smaller details: the interval, the floor), and the numbers behind it."""
 
     text: str
@@ -40,11 +41,11 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     """`series` is the color of the row's group; a `derived` row is a variant of the one above it."""
 
     label: str
-    cells: tuple[Cell, ...]
+    cells: tuple[TableCell, ...]
     detail: str = ""
     series: int | None = None
     derived: bool = False
@@ -54,8 +55,8 @@ class Row:
 class Table:
     title: str
     corner: str
-    columns: tuple[Column, ...]
-    rows: tuple[Row, ...]
+    columns: tuple[TableColumn, ...]
+    rows: tuple[TableRow, ...]
     notes: tuple[str, ...] = field(default=())
 
 
@@ -88,14 +89,14 @@ def summary(comparison: Comparison) -> Table | None:
     for name in names:
         estimates = [group.metric(_named(name, metrics)) for group, _, metrics in rows]
         what = measure(name)
-        columns.append(Column(what.label, name, what.arrow, what.meaning))
+        columns.append(TableColumn(what.label, name, what.arrow, what.meaning))
         cells.append(_cells(what, estimates, [group.series for group, *_ in rows]))
     return Table(
         f"Scores on {comparison.title}",
         "Method",
         tuple(columns),
         tuple(
-            Row(
+            TableRow(
                 scaled or group.label,
                 tuple(column[i] for column in cells),
                 "" if scaled else group.seeds_text,
@@ -108,7 +109,7 @@ def summary(comparison: Comparison) -> Table | None:
     )
 
 
-def _named(name: str, metrics: Metrics) -> Callable[[Run], Metric | None]:
+def _named(name: str, metrics: Metrics) -> Callable[[EvaluatedRun], Metric | None]:
     return lambda run: metrics(run).get(name)
 
 
@@ -144,11 +145,11 @@ def _summary_notes(comparison: Comparison) -> tuple[str, ...]:
 
 def cost(comparison: Comparison) -> Table | None:
     """Parameters, ensemble size and training time."""
-    if not any(run.parameters or run.training_seconds is not None for run in comparison.runs):
+    if not any(run.parameters != Parameters() or run.training_seconds is not None for run in comparison.runs):
         return None
 
-    def get(name: str) -> Callable[[Run], float | None]:
-        return lambda run: run.parameters.get(name)
+    def get(name: str) -> Callable[[EvaluatedRun], float | None]:
+        return lambda run: getattr(run.parameters, name)
 
     rows = []
     for group in comparison.groups:
@@ -158,19 +159,21 @@ def cost(comparison: Comparison) -> Table | None:
         more = f"{100 * (after.value / before.value - 1):+.3g} %" if before.value and after.value else ""
         seconds = group.estimate(lambda run: run.training_seconds)
         cells = (
-            Cell(_count(before), numbers=before),
-            Cell(_count(after), (more,) if more and more != "+0 %" else (), numbers=after),
-            Cell(_count(sites), numbers=sites),
-            Cell(_power_of_ten(size.value), numbers=size),
-            Cell(_duration(seconds.value), numbers=seconds),
+            TableCell(_count(before), numbers=before),
+            TableCell(_count(after), (more,) if more and more != "+0 %" else (), numbers=after),
+            TableCell(_count(sites), numbers=sites),
+            TableCell(_power_of_ten(size.value), numbers=size),
+            TableCell(_duration(seconds.value), numbers=seconds),
         )
-        rows.append(Row(group.label, cells, _what(group), group.series))
+        rows.append(TableRow(group.label, cells, _what(group), group.series))
     columns = (
-        Column("Parameters", "unpatched"),
-        Column("Patched", "patched"),
-        Column("Sites", "patched_sites"),
-        Column("Ensemble size", "log10_ensemble_size", meaning="how many distinct networks the patched one can be"),
-        Column("Training", "training_seconds", meaning="wall time, mean over seeds"),
+        TableColumn("Parameters", "unpatched"),
+        TableColumn("Patched", "patched"),
+        TableColumn("Sites", "patched_sites"),
+        TableColumn(
+            "Ensemble size", "log10_ensemble_size", meaning="how many distinct networks the patched one can be"
+        ),
+        TableColumn("Training", "training_seconds", meaning="wall time, mean over seeds"),
     )
     return Table(f"Cost on {comparison.title}", "Method", columns, tuple(rows))
 
@@ -208,7 +211,7 @@ def out_of_distribution(comparison: Comparison) -> Table | None:
     for data, score in keys:
         for what, attribute in ((AUROC, "auroc"), (FPR95, "fpr95")):
             columns.append(
-                Column(f"{data}, {score}: {what.label}", f"{data} {score} {attribute}", what.arrow, what.meaning)
+                TableColumn(f"{data}, {score}: {what.label}", f"{data} {score} {attribute}", what.arrow, what.meaning)
             )
             cells.append(
                 _cells(what, [group.estimate(_ood_value(data, score, attribute)) for group in comparison.groups])
@@ -218,7 +221,7 @@ def out_of_distribution(comparison: Comparison) -> Table | None:
     return Table(f"Unfamiliar inputs against {comparison.title}", "Method", tuple(columns), rows, notes)
 
 
-def _ood_value(data: str, score: str, attribute: str) -> Callable[[Run], float | None]:
+def _ood_value(data: str, score: str, attribute: str) -> Callable[[EvaluatedRun], float | None]:
     return lambda run: next((getattr(i, attribute) for i in run.ood if (i.data, i.score) == (data, score)), None)
 
 
@@ -230,16 +233,16 @@ def corruption_summary(comparison: Comparison) -> Table | None:
     columns, cells = [], []
     for name, what in (("error", ERROR), ("nll", measure("nll")), ("ece", measure("ece"))):
         if any(run.corruptions and name in run.corruptions.tables for run in runs):
-            columns.append(Column(f"Mean {lower(what.label)}", f"mean_{name}", what.arrow, what.meaning))
+            columns.append(TableColumn(f"Mean {lower(what.label)}", f"mean_{name}", what.arrow, what.meaning))
             cells.append(_cells(what, [group.estimate(_corruption_mean(name)) for group in comparison.groups]))
-    relative: list[tuple[str, str, Callable[[Run], float | None]]] = [
+    relative: list[tuple[str, str, Callable[[EvaluatedRun], float | None]]] = [
         ("mCE", "mce", lambda run: run.corruptions.mce if run.corruptions else None),
         ("Relative mCE", "relative_mce", lambda run: run.corruptions.relative_mce if run.corruptions else None),
     ]
     for label, key, value in relative:
         estimates = [group.estimate(value) for group in comparison.groups]
         if any(estimate.value is not None for estimate in estimates):
-            columns.append(Column(label, key, RELATIVE_ERROR.arrow))
+            columns.append(TableColumn(label, key, RELATIVE_ERROR.arrow))
             cells.append(_cells(RELATIVE_ERROR, estimates))
     references = sorted({run.corruptions.reference for run in runs if run.corruptions and run.corruptions.reference})
     found = [run.corruptions for run in runs if run.corruptions]
@@ -265,17 +268,9 @@ def lower(label: str) -> str:
     return label if label[:2].isupper() else label[:1].lower() + label[1:]
 
 
-def _corruption_mean(name: str, corruption: str | None = None) -> Callable[[Run], float | None]:
+def _corruption_mean(name: str, corruption: str | None = None) -> Callable[[EvaluatedRun], float | None]:
     """The mean over severities, and over all corruptions unless one is named."""
-
-    def value(run: Run) -> float | None:
-        if run.corruptions is None or name not in run.corruptions.tables:
-            return None
-        rows = zip(run.corruptions.names, run.corruptions.tables[name], strict=True)
-        values = [v for label, row in rows if corruption in (None, label) for v in row if v is not None]
-        return statistics.fmean(values) if values else None
-
-    return value
+    return lambda run: run.corruptions.mean(name, corruption) if run.corruptions else None
 
 
 def corruption_errors(comparison: Comparison) -> Table | None:
@@ -284,13 +279,13 @@ def corruption_errors(comparison: Comparison) -> Table | None:
     if not any(run.corruptions and "error" in run.corruptions.tables for run in comparison.runs):
         return None
     rows = [
-        Row(
+        TableRow(
             name.replace("_", " "),
             tuple(_cells(ERROR, [g.estimate(_corruption_mean("error", name)) for g in comparison.groups])),
         )
         for name in names
     ]
-    columns = tuple(Column(group.label) for group in comparison.groups)
+    columns = tuple(TableColumn(group.label) for group in comparison.groups)
     return Table(
         f"Error by corruption of {comparison.title}",
         "Corruption",
@@ -305,24 +300,24 @@ def diversity(comparison: Comparison) -> Table | None:
     if not any(run.diversity for run in comparison.runs):
         return None
 
-    def show(what: Measure, value: Callable[[Run], float | None]) -> list[Cell]:
+    def show(what: Measure, value: Callable[[EvaluatedRun], float | None]) -> list[TableCell]:
         return _cells(what, [group.estimate(value) for group in comparison.groups])
 
     cells = [
-        [Cell(collapse.sentence(group.runs)) for group in comparison.groups],
+        [TableCell(collapse.sentence(group.runs)) for group in comparison.groups],
         show(Measure("", scale=100, decimals=2), lambda run: run.diversity.disagreement if run.diversity else None),
         show(Measure("", decimals=4), lambda run: run.diversity.mutual_information if run.diversity else None),
         show(Measure("", scale=100, decimals=1), _median_distance),
     ]
     columns = (
-        Column("Verdict", "verdict", words=True),
-        Column("Disagreement, %", "disagreement", meaning="how often two draws name different classes"),
-        Column(
+        TableColumn("Verdict", "verdict", words=True),
+        TableColumn("Disagreement, %", "disagreement", meaning="how often two draws name different classes"),
+        TableColumn(
             "Mutual information",
             "mutual_information",
             meaning="what the draws disagree on, in nats, mean over examples",
         ),
-        Column(
+        TableColumn(
             "Distance, %",
             "distance",
             meaning="rms distance between a site's components relative to their mean; median over sites",
@@ -331,15 +326,15 @@ def diversity(comparison: Comparison) -> Table | None:
     return Table(f"Diversity on {comparison.title}", "Method", columns, _rows(comparison, cells))
 
 
-def _median_distance(run: Run) -> float | None:
-    distances = [distance for _, distance in run.diversity.components] if run.diversity else []
+def _median_distance(run: EvaluatedRun) -> float | None:
+    distances = [distance for _, distance in run.diversity.distances] if run.diversity else []
     return statistics.median(distances) if distances else None
 
 
-def _cells(what: Measure, estimates: Sequence[Estimate], families: Sequence[int] | None = None) -> list[Cell]:
+def _cells(what: Measure, estimates: Sequence[Estimate], families: Sequence[int] | None = None) -> list[TableCell]:
     winner = best(estimates, what.better, families)
     return [
-        Cell(what.show(estimate.value), _details(what, estimate), i == winner, estimate)
+        TableCell(what.show(estimate.value), _details(what, estimate), i == winner, estimate)
         for i, estimate in enumerate(estimates)
     ]
 
@@ -355,9 +350,9 @@ def _details(what: Measure, estimate: Estimate) -> tuple[str, ...]:
     return tuple(parts)
 
 
-def _rows(comparison: Comparison, columns: Iterable[Sequence[Cell]]) -> tuple[Row, ...]:
+def _rows(comparison: Comparison, columns: Iterable[Sequence[TableCell]]) -> tuple[TableRow, ...]:
     by_group = zip(*columns, strict=True)
     return tuple(
-        Row(group.label, tuple(cells), group.seeds_text, group.series)
+        TableRow(group.label, tuple(cells), group.seeds_text, group.series)
         for group, cells in zip(comparison.groups, by_group, strict=True)
     )

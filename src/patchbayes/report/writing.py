@@ -6,16 +6,18 @@ from typing import Any
 
 from ..errors import PatchbayesError
 from ..files import write_atomically
+from ..plain_text import clean
+from ..runs.record import EvaluationRecord
 from . import formats as written
-from .entry import clean
 from .groups import Comparison, compare
-from .records import read_run
+from .records import EvaluatedRun
+from .sections import finding
 
 SUFFIXES = {"html": ".html", "markdown": ".md", "latex": ".tex", "csv": ".csv"}
 
 
 def write_report(
-    evaluations: Sequence[Mapping[str, Any]],
+    evaluations: Sequence[EvaluationRecord],
     histories: Sequence[Sequence[Mapping[str, Any]]],
     path: Path | str,
     *,
@@ -24,24 +26,25 @@ def write_report(
 ) -> list[Path]:
     """The paths of the files written, one for each of `formats`: html (the whole report), markdown, latex, csv (its tables).
 
-    evaluations: contents of evaluation.json files. histories: for each of them the rows of its metrics.jsonl, [] if there
-    are none. `path` names the files; its suffix is that of each format. Runs that differ only by seed are shown as one.
+    evaluations: records, as `runs.read_evaluation` reads them. histories: for each of them the rows of its metrics.jsonl, []
+    if there are none. `path` names the files; its suffix is that of each format. Runs that differ only by seed are shown as
+    one.
     """
     path = Path(path)
     if not evaluations:
-        raise PatchbayesError("write_report: no evaluations were given; at least one is required.")
+        raise PatchbayesError("write_report: expected at least one evaluation, got none.")
     if len(histories) != len(evaluations):
         raise PatchbayesError(
-            f"write_report: {len(evaluations)} evaluations and {len(histories)} histories were given; each evaluation needs "
-            "one history, [] where there is none."
+            f"write_report: expected a history for each of {len(evaluations)} evaluations, [] where there is none; got "
+            f"{len(histories)}."
         )
     unknown = [name for name in formats if name not in SUFFIXES]
     if unknown or isinstance(formats, str) or not formats:
         raise PatchbayesError(
-            f"write_report: formats={formats!r}; a list of one or more of {', '.join(SUFFIXES)} is required."
+            f"write_report(formats={formats!r}): expected a list of one or more of {', '.join(SUFFIXES)}."
         )
-    records = zip(evaluations, histories, strict=True)
-    comparisons = compare([read_run(record, history, number) for number, (record, history) in enumerate(records, 1)])
+    pairs = zip(evaluations, histories, strict=True)
+    comparisons = compare([EvaluatedRun.of(record, history) for record, history in pairs])
     title = clean(title)
     contents = {_place(path, name): _render(name, title, comparisons) for name in formats}
     for place, text in contents.items():
@@ -53,6 +56,12 @@ def write_report(
                 "may write to, on a disk with room."
             ) from error
     return list(contents)
+
+
+def findings(evaluations: Sequence[EvaluationRecord]) -> list[str]:
+    """A sentence on each comparison of the report."""
+    found = (finding(comparison) for comparison in compare([EvaluatedRun.of(record, []) for record in evaluations]))
+    return [sentence for sentence in found if sentence]
 
 
 def _place(path: Path, name: str) -> Path:

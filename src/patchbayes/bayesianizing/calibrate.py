@@ -1,0 +1,367 @@
+"""calibrate_: how far draws spread and how sharp their average is, fitted to held-out data."""
+
+import contextlib
+import math
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..draws.draws import Draws
+from ..errors import PatchbayesError
+from ..likelihoods import Categorical, Likelihood, checked_likelihood
+from ..patching.drawing import hold
+from ..patching.frames import MEAN
+from ..patching.network import PatchedNetwork, Site, root_of
+from ..patching.patch import is_patched
+from ..patching.roots import install_root_, remove_root_
+from ..patching.selection import call, evaluating
+from ..prediction import predict_batches
+from ..prior import Prior
+from ..views import Views, as_views
+from .held_out import HeldOut, Select, to_device
+from .report import CalibrationReport, Scores
+from .score import Average, best_temperature, check_scored, scores
+from .spread import Learned, SpreadSearch, relative_spread, rigid_sites, scalable_sites
+
+#: Examples in a batch.
+BATCH = 64
+#: Of the held-out examples, the part that is kept away from learning and judges its result; and how many are too few for that.
+_AWAY, _MOST_AWAY, _FEW = 0.3, 1000, 100
+#: Numbers that learning fits beyond the temperature: the NLL on the N examples that fitted them is too low by this over N.
+_FITTED = 4
+
+
+def calibrate_(
+    model: nn.Module,
+    held_out: Iterable[Any],
+    *,
+    draws: int = 20,
+    spread: Literal["learn", "keep"] = "learn",
+    budget: int = 40_000,
+    examples: int = 1500,
+    likelihood: Likelihood | None = None,
+    seed: int = 0,
+    select: Select | None = None,
+    output: Callable[[Any], Tensor] | None = None,
+    views: Views | Callable[[Any, torch.Generator], Any] | None = None,
+    progress: Callable[[str, float], None] | None = None,
+) -> CalibrationReport:
+    """Fit the spread of a patched network's draws, and the temperature of their average, to held-out data; in place.
+
+    1. The mean network, in one pass, gets the temperature that fits it: temperature scaling, the rival.
+    2. A factor on the spread of all sites, and how it changes with their depth, are searched for `draws` draws
+       (`SpreadSearch`), with the temperature that softens each draw before the average (`Likelihood.draw_temperature`).
+    3. The averaged prediction gets its own temperature, shrunk towards 1 where examples are few: spread and softened draws
+       can only make a network more cautious.
+    4. Where the result is no better than temperature scaling (on examples that were kept away from learning, and on all of them
+       by more than fitting a few numbers gives for nothing), the spread that the network had is tried; where that is no better
+       either, spread becomes 0 and the report says so.
+
+    A network without patches gets its temperature alone: `predict`, `save` and `load_` then know it as a network without sites.
+    The temperatures live in the network's likelihood, which `predict` uses and `save` keeps.
+
+    held_out   batches that the network was not trained on, readable twice: pairs (inputs, targets), several inputs and then the
+               targets, or mappings with labels in them; `select` (batch -> inputs, targets) for all others.
+    draws      how many draws prediction will take; the default is that of `predict`.
+    spread     "keep" fits the temperatures alone.
+    budget     inputs through the network while learning; there are no backward passes. The last scores, examples * draws
+               passes, come on top.
+    examples   held-out examples that are used at most, a random part by `seed`; they are held in memory.
+    likelihood what the output says of the targets; that of the patched network if not given.
+    output     network output -> tensor, for networks that return something else (a `.logits` attribute is found).
+    views      as in `predict`, which must then be given the same: the draws are calibrated on their views, and the rival is the
+               mean network averaged over the same views, with a temperature.
+    progress   called with the stage and the seconds left of it; by default a line on a terminal.
+
+    Ctrl-C while learning keeps the best until then. After any other error the network is as it was.
+    """
+    check_numbers(draws, budget, examples)
+    if spread not in ("learn", "keep"):
+        raise PatchbayesError(f'calibrate_(spread={spread!r}): expected "learn" or "keep".')
+    generator = torch.Generator().manual_seed(seed)
+    chosen = HeldOut.read(held_out, examples, BATCH, generator, select)
+    with with_record(model) as (root, network), restored_on_error(network), shown(progress) as tell:
+        likelihood = checked_likelihood(likelihood or network.likelihood)
+        return Calibration(root, network, chosen, likelihood, draws, budget, output or as_tensor, tell, views).run(
+            spread
+        )
+
+
+class Calibration:
+    """The steps of `calibrate_` on one network."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        network: PatchedNetwork,
+        held_out: HeldOut,
+        likelihood: Likelihood,
+        draws: int,
+        budget: int,
+        output: Callable[[Any], Tensor],
+        progress: Callable[[str, float], None],
+        views: Views | Callable[[Any, torch.Generator], Any] | None = None,
+    ) -> None:
+        self.model, self.network, self.held_out, self.likelihood = model, network, held_out, likelihood
+        self.draws, self.budget, self.output, self.progress = draws, budget, output, progress
+        self.views = None if views is None else as_views(views, draws)
+        self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self.targets = [targets.to(self.device) for targets in held_out.targets]
+        self.passes = self.scoring_passes = self.away = 0
+        self.seconds: dict[str, float] = {}
+        self._clock = time.perf_counter()
+
+    def run(self, spread: Literal["learn", "keep"]) -> CalibrationReport:
+        likelihood, number = self.likelihood, len(self.held_out)
+        plain = self.mean_averages()
+        mean_temperature = best_temperature(plain, self.targets)
+        before, scaled = (Scores.of(plain, self.targets, t) for t in (1.0, mean_temperature))
+        self.passes = number * (1 if self.views is None else len(self.views))
+        self._lap("mean network")
+        self.rival, self.away = scores(plain, self.targets, mean_temperature), self._kept_away()
+        sites, start = scalable_sites(self.network), contents(self.network)
+        result = Result("none", dict.fromkeys(sites, 0.0), mean_temperature, scaled)
+        search = self._search(mean_temperature) if self.network.sites else None
+        found = None if search is None else search.run() if spread == "learn" and sites else search.start()
+        if found is not None:
+            self.passes += found.passes
+            self._lap("spread")
+            result = self._judged("learned" if spread == "learn" and sites else "start", found)
+        if search is not None and result.kind == "learned" and not result.worth and not result.interrupted:
+            put_back(start)
+            learned, result = result, self._judged("start", search.start())
+            if not result.worth and not result.interrupted:  # what was tried first is what the report speaks of
+                result = Result("none", {}, mean_temperature, scaled, learned.gain, learned.gain_error)
+        if result.kind == "none" and not rigid_sites(self.network):
+            result.factors = dict.fromkeys(sites, 0.0)
+            self._scale(result.factors)
+        self._lap("scores")
+        likelihood.set_temperature_(
+            result.temperature, mean_temperature=mean_temperature, draw_temperature=result.draw_temperature
+        )
+        self.network.likelihood = likelihood
+        return CalibrationReport(
+            chosen=result.kind,
+            spread=self._spread(sites),
+            factors={site.name: factor for site, factor in result.factors.items()},
+            temperature=result.temperature,
+            mean_temperature=mean_temperature,
+            draw_temperature=result.draw_temperature,
+            before=before,
+            temperature_scaled=scaled,
+            after=result.scores,
+            gain=result.gain,
+            gain_error=result.gain_error,
+            num_held_out=number,
+            draws=self.draws,
+            tried=tuple(found.tried) if found else (),
+            passes=self.passes,
+            scoring_passes=self.scoring_passes,
+            seconds=self.seconds,
+            views=None if self.views is None else repr(self.views),
+            interrupted=result.interrupted or (found is not None and found.interrupted),
+        )
+
+    def _judged(self, kind: Literal["learned", "start"], found: Learned) -> "Result":
+        """The network with a spread, scored: the learned one, which is written into it, or the one that it has."""
+        factors = dict.fromkeys(scalable_sites(self.network), 1.0)
+        if kind == "learned":
+            factors = {site: math.exp(value) for site, value in found.log_factors.items()}
+            self._scale(factors)
+        self.likelihood.set_temperature_(draw_temperature=found.draw_temperature)
+        averages = self._averages(may_stop=kind == "learned")
+        softened = found.draw_temperature
+        if averages is None:
+            nll, temperature = min(one.nll for one in found.tried), math.exp(found.log_temperature)
+            return Result(kind, factors, temperature, Scores(nll), draw_temperature=softened, interrupted=True)
+        temperature = best_temperature(averages, self.targets)
+        gain, error, worth = self._gain(averages, temperature, _FITTED if kind == "learned" else 1)
+        scored = Scores.of(averages, self.targets, temperature)
+        return Result(kind, factors, temperature, scored, gain, error, worth, softened)
+
+    def _spread(self, sites: list[Site]) -> dict[str, float]:
+        if not sites:
+            return {}
+        draw = Draws.stratified(self.model, 1).network_draw(0, self.network.device)
+        return {site.name: relative_spread(site, draw) for site in sites}
+
+    def _search(self, temperature: float) -> SpreadSearch:
+        """The search for a spread that fits all batches but those that are kept away from it."""
+        kept = sum(map(len, self.targets[: self.away]))
+        return SpreadSearch(
+            self.model,
+            self.network,
+            HeldOut(self.held_out.batches[self.away :]),
+            self.likelihood,
+            draws=self.draws,
+            budget=self.budget - self.passes,
+            temperature=temperature,
+            rival=-float(self.rival[kept:].mean()),
+            output=self.output,
+            view=None if self.views is None else self._seen_by,
+            progress=self.progress,
+        )
+
+    def _seen_by(self, inputs: Any, draw: int) -> Any:
+        assert self.views is not None
+        outcomes = {span.outcomes for span in self.network.layout.spans}
+        assigned = self.views.assigned(self.draws, outcomes.pop() if len(outcomes) == 1 else 1)
+        return self.views.view(inputs, assigned[draw])
+
+    def mean_averages(self) -> list[Average]:
+        """What the mean network says of every batch."""
+        found: list[Average] = []
+        with hold(self.network, MEAN), evaluating(self.model):
+            for inputs, targets in zip(self.held_out.inputs(self.device), self.targets, strict=True):
+                seen = [inputs] if self.views is None else [self.views.view(inputs, v) for v in range(len(self.views))]
+                outputs = torch.stack([self.output(call(self.model, one)) for one in seen])
+                if not found:
+                    check_scored(self.likelihood, outputs, targets)
+                    if self.likelihood.offers == "ClassPrediction":
+                        self.held_out.check_labels(getattr(self.likelihood, "ignore_index", None))
+                if not bool((outputs < torch.inf).all()):
+                    raise PatchbayesError(
+                        "calibrate_: the network's output is not finite (NaN or infinity) on held-out data."
+                    )
+                self.likelihood.log_prob(outputs, targets)
+                found.append(Average.of_outputs(self.likelihood, outputs.float()))
+        return found
+
+    def _averages(self, may_stop: bool) -> list[Average] | None:
+        """What the average of the draws says of every batch; None where that was interrupted and may be."""
+        keep = self.likelihood.offers not in ("ClassPrediction", "LabelPrediction")
+        batches = [(to_device(inputs, self.device), None) for inputs, _ in self.held_out.batches]
+        averages: list[Average] = []
+        started = time.perf_counter()
+        try:
+            for part in predict_batches(
+                self.model,
+                batches,
+                self.draws,
+                likelihood=self.likelihood,
+                keep_draws=keep,
+                output=self.output,
+                views=self.views,
+            ):
+                averages.append(Average.of_prediction(self.likelihood, part))
+                left = (time.perf_counter() - started) / len(averages) * (len(batches) - len(averages))
+                self.progress("scores", left)
+        except KeyboardInterrupt:
+            if not may_stop:
+                raise
+            return None
+        self.scoring_passes += self.draws * len(self.held_out)
+        return averages
+
+    def _gain(self, averages: list[Average], temperature: float, fitted: int) -> tuple[float, float, bool]:
+        """By how much the draws are ahead of temperature scaling, the standard error of that, and whether it is worth it."""
+        gains = scores(averages, self.targets, temperature) - self.rival
+        judged = gains[: sum(len(targets) for targets in self.targets[: self.away])] if self.away else gains
+        error = float(judged.std() / math.sqrt(len(judged))) if len(judged) > 1 else math.inf
+        worth = float(gains.mean()) > fitted / len(gains) and float(judged.mean()) > 0
+        return float(judged.mean()), error, worth
+
+    def _kept_away(self) -> int:
+        """How many batches judge and do not learn."""
+        batches = len(self.held_out.batches)
+        if len(self.held_out) < _FEW or batches < 3:
+            return 0
+        return max(1, min(round(_AWAY * batches), _MOST_AWAY // BATCH, batches - 1))
+
+    def _scale(self, factors: dict[Site, float]) -> None:
+        for site, factor in factors.items():
+            site.posterior.scale_spread_(factor)
+
+    def _lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._clock
+        self._clock = now
+
+
+@dataclass
+class Result:
+    """A spread, and how the network scores with it on the held-out examples."""
+
+    kind: Literal["learned", "start", "none"]
+    factors: dict[Site, float]
+    temperature: float
+    scores: Scores
+    gain: float | None = None
+    gain_error: float | None = None
+    worth: bool = True
+    draw_temperature: float = 1.0
+    interrupted: bool = False
+
+
+def contents(network: PatchedNetwork) -> list[tuple[Tensor, Tensor]]:
+    """Everything that fitting may change, with a copy of it."""
+    held: list[Tensor] = [p for site in network.sites for p in site.parameters().values()]
+    return [(tensor, tensor.detach().clone()) for tensor in [*held, *network.likelihood.buffers()]]
+
+
+@torch.no_grad()
+def put_back(held: list[tuple[Tensor, Tensor]]) -> None:
+    for tensor, value in held:
+        tensor.copy_(value)
+
+
+@contextlib.contextmanager
+def restored_on_error(network: PatchedNetwork) -> Iterator[None]:
+    """If the block fails, what the posteriors hold and the likelihood are as they were."""
+    held, likelihood = contents(network), network.likelihood
+    try:
+        yield
+    except BaseException:
+        put_back(held)
+        network.likelihood = likelihood
+        raise
+
+
+@contextlib.contextmanager
+def shown(progress: Callable[[str, float], None] | None) -> Iterator[Callable[[str, float], None]]:
+    """Where progress is told: to the given function, or on a terminal, or nowhere."""
+    if progress is not None or not sys.stderr.isatty():
+        yield progress or (lambda _stage, _left: None)
+        return
+    try:
+        yield lambda stage, left: print(f"\r{stage}: {left:.0f} s left   ", end="", file=sys.stderr, flush=True)
+    finally:
+        print("\r" + " " * 48 + "\r", end="", file=sys.stderr, flush=True)
+
+
+def as_tensor(value: Any) -> Tensor:
+    """The output itself, or its `.logits`."""
+    found = value if isinstance(value, Tensor) else getattr(value, "logits", None)
+    if isinstance(found, Tensor):
+        return found
+    raise PatchbayesError(
+        f"calibrate_: the network returns a {type(value).__name__}; expected a tensor, or something with .logits.\n"
+        "  do       pass output=lambda y: y[...] that picks it."
+    )
+
+
+def check_numbers(draws: int, budget: int, examples: int) -> None:
+    """Refuse numbers of draws, passes and examples that are none."""
+    for name, value in (("draws", draws), ("budget", budget), ("examples", examples)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise PatchbayesError(f"calibrate_({name}={value!r}): expected a whole number of at least 1.")
+
+
+@contextlib.contextmanager
+def with_record(model: nn.Module) -> Iterator[tuple[nn.Module, PatchedNetwork]]:
+    """The root of the patched network and its record; a network without patches gets a record that holds its likelihood."""
+    if is_patched(model):
+        yield root_of(model)
+        return
+    network = PatchedNetwork(0, Prior(), Categorical())
+    install_root_(model, network)
+    try:
+        yield model, network
+    except BaseException:
+        remove_root_(model)
+        raise

@@ -1,0 +1,400 @@
+"""Saving and loading: safetensors with a JSON description in the header. Nothing is pickled, nothing is half written."""
+
+import copy
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from ..digests import damaged, described, refuse_damaged, sealed
+from ..errors import CheckpointMismatch, PatchbayesError
+from ..files import replacing
+from ..likelihoods import Categorical, Likelihood
+from ..likelihoods.likelihood import likelihood_from_config
+from ..posteriors.method import method_from_config
+from ..posteriors.posterior import CHILD
+from ..prior import PRIOR_KEY, LearnedPrior, Prior, prior_from_config
+from .network import PatchedNetwork, root_of, site_of
+from .patch import is_patched, patch_, untouched_on_error
+from .roots import GENERATOR_KEY, install_root_
+from .selection import layers_of
+
+FORMAT = "patchbayes-2"
+LIKELIHOOD_KEY = "patchbayes_likelihood"  # where a file keeps the likelihood's tensors
+READABLE = ("patchbayes-1", FORMAT)
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def save(model: nn.Module, path: str | Path, *, whole: bool = False) -> None:
+    """Write a patched network: by default only what patching changed, with `whole=True` all of it.
+
+    A patch-only file holds the sites' posteriors, their layers' own tensors (running statistics), the generator and the
+    prior, and a hash of every shared tensor, so that it is only ever put on the network it was trained on. Every tensor
+    has a digest (`verify`). Written atomically.
+    """
+    root, network = root_of(model)
+    state = {key: value.detach() for key, value in root.state_dict().items()}
+    aliases = _aliases(root)
+    mine = _patch_keys(network, state, aliases)
+    shared = {key: value for key, value in state.items() if key not in mine and key not in aliases}
+    kept = {k: v for k, v in (state if whole else {key: state[key] for key in mine}).items() if k not in aliases}
+    description: dict[str, Any] = {
+        "format": FORMAT,
+        "kind": "whole" if whole else "patch",
+        "network": type(root).__name__,
+        "sites": [
+            {"name": s.name, "module": type(s.module).__name__, "method": s.method.config(), "tied": sorted(s.tied)}
+            for s in network.sites
+        ],
+        "prior": network.prior.config(),
+        "likelihood": network.likelihood.config(),
+        "shared": {key: _digest(value) for key, value in shared.items()},
+    }
+    tensors = {key: value.cpu().contiguous() for key, value in kept.items()}
+    if isinstance(network.prior, LearnedPrior):
+        tensors |= {f"{PRIOR_KEY}.{k}": v.detach().cpu().clone() for k, v in network.prior.state_dict().items()}
+    tensors |= {f"{LIKELIHOOD_KEY}.{k}": v.detach().cpu().clone() for k, v in network.likelihood.state_dict().items()}
+    with replacing(Path(path)) as temporary:
+        safetensors.torch.save_file(tensors, temporary, metadata=sealed(description, tensors))
+
+
+def load_(model: nn.Module, path: str | Path, *, check_shared: bool = True) -> None:
+    """Read a file into a network, in place.
+
+    A file of `save`: an ordinary network is patched as the file says; a patched one must have the same sites. A patch-only
+    file is refused where the shared weights are not those it was trained on, unless `check_shared=False`. An ordinary
+    safetensors checkpoint of the unpatched network: its values start every component anew. On any mismatch, and where a
+    tensor is not what its digest says, the network is left as it was, and the error lists what is wrong. A method that
+    the file names must be defined: nothing is imported for it.
+    """
+    file = _File(Path(path))
+    if file.description is None:
+        _load_ordinary(model, file)
+        return
+    wanted = file.description["sites"]
+    fresh = not is_patched(model)
+    if fresh:
+        _check_before_patching(model, file)
+    with untouched_on_error(model):
+        if fresh:
+            _patch_as(model, wanted, file.path)
+        root, network = root_of(model)
+        read = file.tensors()
+        tensors = dict(read)
+        prior_tensors = {k: tensors.pop(k) for k in list(tensors) if k.startswith(f"{PRIOR_KEY}.")}
+        likelihood = _likelihood(file, tensors)
+        tensors = _upgraded(network, tensors)
+        problems = _compare_sites(network, wanted) or _compare_tensors(root, network, tensors, file, check_shared)
+        problems = problems or damaged(file.description, read)
+        if problems:
+            raise CheckpointMismatch(_listing(f"{path} does not fit {type(root).__name__}", problems))
+        prior = prior_from_config(file.description["prior"], prior_tensors, root)
+        root.load_state_dict(tensors, strict=False)
+        network.prior = prior
+        if likelihood is not None:
+            network.likelihood = likelihood.to(network.device)
+
+
+class _File:
+    """A safetensors file: its shapes and its description are read at once, its tensors when they are asked for."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if not path.is_file():
+            raise CheckpointMismatch(f"load_: there is no file {path}.")
+        try:
+            with safetensors.safe_open(path, "pt") as file:
+                self.metadata: dict[str, str] = file.metadata() or {}
+                self.shapes: Shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+        except (safetensors.SafetensorError, OSError, ValueError) as error:
+            raise self._broken(error) from None
+        self.description = self._described() if "patchbayes" in self.metadata else None
+
+    def tensors(self) -> dict[str, Tensor]:
+        try:
+            with safetensors.safe_open(self.path, "pt") as file:
+                return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        except (safetensors.SafetensorError, OSError, ValueError) as error:
+            raise self._broken(error) from None
+
+    def _broken(self, error: Exception) -> CheckpointMismatch:
+        return CheckpointMismatch(
+            f"load_: {self.path} is not a whole safetensors file ({error}); copy or save it again."
+        )
+
+    def _described(self) -> dict[str, Any]:
+        try:
+            description = described(self.metadata, f"load_: {self.path}")
+            if description["format"] not in READABLE:
+                raise CheckpointMismatch(
+                    f"load_: {self.path} has the format {description['format']!r}, this version reads "
+                    f"{' and '.join(READABLE)}; update patchbayes."
+                )
+            if description["kind"] not in ("patch", "whole") or not isinstance(description["shared"], dict):
+                raise ValueError("kind or shared")
+            names = [site["name"] for site in description["sites"]]
+            if len(set(names)) < len(names):
+                raise ValueError("sites")
+            for site in description["sites"]:
+                if not (isinstance(site["name"], str) and isinstance(site["tied"], list)):
+                    raise ValueError("sites")
+                _method(site, self.path)
+            self._check_prior(description["prior"])
+        except CheckpointMismatch:
+            raise
+        except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+            raise CheckpointMismatch(f"load_: the description in {self.path} is damaged ({error!r}).") from None
+        return description
+
+    def _check_prior(self, config: dict[str, Any]) -> None:
+        if "learned_layers" not in config:
+            Prior(config["tau"], config["rho"])
+            return
+        more = ("alpha_tau", "alpha_rho") if config.get("kind") == "gamma" else ()
+        for name in ("log_tau", "log_rho", *more):
+            if self.shapes[f"{PRIOR_KEY}.{name}"] != (len(config["learned_layers"]),):
+                raise ValueError(f"prior {name}")
+
+
+def _method(site: dict[str, Any], path: Path) -> Any:
+    try:
+        return method_from_config(site["method"])
+    except PatchbayesError as error:
+        raise CheckpointMismatch(f'load_: {path}, site "{site["name"]}": {error}') from None
+
+
+def _likelihood(file: _File, tensors: dict[str, Tensor]) -> Likelihood | None:
+    """The likelihood of a file, which version 0.1.0 did not keep; its tensors are taken out."""
+    assert file.description is not None
+    own = {k.removeprefix(f"{LIKELIHOOD_KEY}."): k for k in tensors if k.startswith(f"{LIKELIHOOD_KEY}.")}
+    state = {name: tensors.pop(key) for name, key in own.items()}
+    if "likelihood" not in file.description:
+        return None
+    try:
+        return likelihood_from_config(file.description["likelihood"], state)
+    except (PatchbayesError, AttributeError, TypeError) as error:
+        raise CheckpointMismatch(f"load_: {file.path}: {error}") from None
+
+
+def _check_before_patching(model: nn.Module, file: _File) -> None:
+    """Compare shapes on stand-ins without memory: a small file must not make patching allocate what it does not hold."""
+    assert file.description is not None
+    modules = layers_of(model)
+    wanted = file.description["sites"]
+    absent = [f'"{s["name"]}" ({s["module"]}) is not in the network' for s in wanted if s["name"] not in modules]
+    if absent:
+        raise CheckpointMismatch(_listing(f"{file.path} was saved from another network", absent))
+    problems = []
+    for site in wanted:
+        prefix = f"{site['name']}." if site["name"] else ""
+        found = {key: shape for key, shape in file.shapes.items() if key.startswith(prefix)}
+        for key, shape in _posterior_shapes(modules[site["name"]], _method(site, file.path)).items():
+            full = prefix + key
+            old = full.replace(f"{CHILD}.components.", "parametrizations.") + ".original"
+            given = found.get(full, found.get(old))
+            if given is not None and _size(given) != _size(shape):
+                problems.append(f"{full}: {given} in the file, {shape} in the network")
+            elif key == f"{CHILD}.logits" and any(other.endswith(key) for other in file.shapes):
+                continue  # sites that share the network's draw share its law, which the file holds once
+            elif given is None and not any(key.startswith(_stored_below(prefix)) for key in found):
+                problems.append(f"missing in the file: {full}")
+    if problems:
+        raise CheckpointMismatch(_listing(f"{file.path} does not fit {type(model).__name__}", problems))
+
+
+def _stored_below(prefix: str) -> tuple[str, str]:
+    """How keys begin that hold something of a site's posterior, now and in version 0.1.0."""
+    return f"{prefix}{CHILD}.", f"{prefix}parametrizations."
+
+
+def _posterior_shapes(module: nn.Module, method: Any) -> Shapes:
+    """The shapes of what a method would store for a layer, found on the meta device; empty where that cannot be done."""
+    stand_in = copy.copy(module)
+    stand_in.__dict__ = dict(module.__dict__)
+    for place in ("_parameters", "_buffers"):
+        held = module.__dict__[place]
+        stand_in.__dict__[place] = {n: None if t is None else _on_meta(t) for n, t in held.items()}
+    stand_in.__dict__["_modules"] = {}
+    try:
+        posterior = method.without_spread().posterior(stand_in, torch.Generator().manual_seed(0))
+        values = {n: p.detach() for n, p in stand_in._parameters.items() if p is not None}
+        posterior.start_(values, torch.Generator().manual_seed(0))
+    except (RuntimeError, NotImplementedError, PatchbayesError):
+        return {}
+    return {f"{CHILD}.{key}": tuple(value.shape) for key, value in posterior.state_dict().items()}
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    on_meta = tensor.detach().to("meta")
+    return nn.Parameter(on_meta, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else on_meta
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()
+
+
+def _load_ordinary(model: nn.Module, file: _File) -> None:
+    target = root_of(model)[0] if is_patched(model) else model
+    expected = _ordinary_shapes(target)
+    tensors = file.tensors()
+    refuse_damaged(file.metadata, tensors, f"load_: {file.path}")
+    tied = _tied_names(target)
+    for one, other in [*((first, alias) for alias, first in tied.items()), *tied.items()]:
+        if one not in tensors and other in tensors:  # a file may hold tied weights under one of their names
+            tensors[one] = tensors[other]
+    found = {key: tuple(value.shape) for key, value in tensors.items()}
+    absent = {key for key in expected if key not in found and not key.endswith("num_batches_tracked")}
+    problems = [f"missing in the file: {key}" for key in sorted(absent)]
+    problems += [f"not in the network: {key}" for key in found if key not in expected]
+    problems += [
+        f"{key}: {found[key]} in the file, {shape} in the network"
+        for key, shape in expected.items()
+        if key in found and found[key] != shape
+    ]
+    if problems:
+        raise CheckpointMismatch(_listing(f"{file.path} is not a checkpoint of {type(target).__name__}", problems))
+    target.load_state_dict(tensors, strict=False)
+
+
+def _ordinary_shapes(root: nn.Module) -> Shapes:
+    """Keys and shapes of the unpatched network's state dict."""
+    shapes: Shapes = {}
+    inside = f".{CHILD}."
+    for key, value in root.state_dict().items():
+        if key != GENERATOR_KEY and inside not in f".{key}":
+            shapes[key] = tuple(value.shape)
+    for name, module in layers_of(root).items():
+        site = site_of(module)
+        for own in site.posterior.names if site else ():
+            shapes[f"{name}.{own}" if name else own] = site.shapes[own]  # type: ignore[union-attr]
+            for other, _, other_name in site.tied.get(own, []):  # type: ignore[union-attr]
+                shapes[f"{other}.{other_name}" if other else other_name] = site.shapes[own]  # type: ignore[union-attr]
+    return shapes
+
+
+def _tied_names(root: nn.Module) -> dict[str, str]:
+    """Ordinary names of tied parameters, with the first name of each."""
+    tied = _aliases(root)
+    for name, module in layers_of(root).items():
+        site = site_of(module)
+        for own, others in (site.tied if site else {}).items():
+            tied |= {f"{other}.{other_name}": f"{name}.{own}" for other, _, other_name in others}
+    return tied
+
+
+def _patch_as(model: nn.Module, wanted: list[dict[str, Any]], path: Path) -> None:
+    if not wanted:  # a network without patches that has a temperature
+        install_root_(model, PatchedNetwork(0, Prior(), Categorical()))
+        return
+    tied: Literal["together", "separate"] = "together" if any(site["tied"] for site in wanted) else "separate"
+    rules = {_named(site["name"]): _method(site, path) for site in wanted}
+    try:
+        patch_(model, rules, tied=tied)
+    except PatchbayesError as error:
+        raise CheckpointMismatch(f"{path}: the network cannot be patched as the file says. {error}") from None
+
+
+def _named(wanted: str) -> Any:
+    return lambda name, module: name == wanted
+
+
+def _upgraded(network: PatchedNetwork, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a file of version 0.1.0 under the names and in the shapes of this one."""
+    for site in network.sites:
+        prefix = f"{site.name}." if site.name else ""
+        start, end = f"{prefix}parametrizations.", ".original"
+        keys = {k[len(start) : -len(end)]: k for k in tensors if k.startswith(start) and k.endswith(end)}
+        keys |= {k[len(prefix) :]: k for k in tensors if k.startswith(f"{prefix}component_")}
+        if keys:
+            old = {name: tensors.pop(key) for name, key in keys.items()}
+            tensors |= {prefix + key: value for key, value in site.posterior.upgrade(old).items()}
+    return tensors
+
+
+def _compare_sites(network: PatchedNetwork, wanted: list[dict[str, Any]]) -> list[str]:
+    ours = {site.name: site for site in network.sites}
+    theirs = {site["name"]: site for site in wanted}
+    problems = [f'site "{name}" of the file is not patched here' for name in theirs if name not in ours]
+    problems += [f'site "{name}" here is not in the file' for name in ours if name not in theirs]
+    for name in ours.keys() & theirs.keys():
+        method = ours[name].method
+        mine = json.loads(json.dumps(method.config()))
+        for field, value in theirs[name]["method"].items():
+            if field not in method.start_fields and mine.get(field) != value:
+                problems.append(f'site "{name}": {field} is {value!r} in the file, {mine.get(field)!r} here')
+    return sorted(problems)
+
+
+def _compare_tensors(
+    root: nn.Module,
+    network: PatchedNetwork,
+    tensors: Mapping[str, Tensor],
+    file: _File,
+    check_shared: bool,
+) -> list[str]:
+    assert file.description is not None
+    state = root.state_dict()
+    aliases = _aliases(root)
+    mine = _patch_keys(network, state, aliases)
+    whole = file.description["kind"] == "whole"
+    expected = {key for key in (state if whole else mine) if key not in aliases}
+    problems = [f"missing in the file: {key}" for key in sorted(expected - tensors.keys())]
+    problems += [f"not in the network: {key}" for key in sorted(tensors.keys() - expected)]
+    problems += [
+        f"{key}: {tuple(tensors[key].shape)} in the file, {tuple(state[key].shape)} in the network"
+        for key in sorted(expected & tensors.keys())
+        if tensors[key].shape != state[key].shape
+    ]
+    problems += [
+        f"{key}: {tensors[key].dtype} in the file, {state[key].dtype} in the network"
+        for key in sorted(expected & tensors.keys())
+        if tensors[key].dtype != state[key].dtype
+    ]
+    if not whole and check_shared and not problems:
+        digests = file.description["shared"]
+        shared = {key: value for key, value in state.items() if key not in mine and key not in aliases}
+        for key in sorted(shared.keys() | digests.keys()):
+            if key not in shared or digests.get(key) != _digest(shared[key]):
+                problems.append(f"shared tensor {key} is not the one that the patch was trained on")
+    return problems
+
+
+def _patch_keys(network: PatchedNetwork, state: Mapping[str, Tensor], aliases: Mapping[str, str]) -> set[str]:
+    """State-dict keys that belong to the sites (posterior, own parameters and buffers), and the generator; first names."""
+    keys = {GENERATOR_KEY}
+    for site in network.sites:
+        prefix = f"{site.name}." if site.name else ""
+        own = {*site.posterior.names, *site.module._parameters, *site.module._buffers}
+        keys |= {prefix + name for name in own} | {f"{prefix}{CHILD}.{key}" for key in site.posterior.state_dict()}
+    return {aliases.get(key, key) for key in keys if key in state}
+
+
+def _aliases(root: nn.Module) -> dict[str, str]:
+    """Keys that name a parameter or buffer again (tied weights), with the first name."""
+    first: dict[int, str] = {}
+    aliases = {}
+    named = [*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)]
+    for key, tensor in named:
+        if id(tensor) in first:
+            aliases[key] = first[id(tensor)]
+        first.setdefault(id(tensor), key)
+    return aliases
+
+
+def _digest(tensor: Tensor) -> str:
+    content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    header = f"{tensor.dtype}{tuple(tensor.shape)}".encode()
+    return hashlib.sha256(header + content.tobytes()).hexdigest()[:16]
+
+
+def _listing(what: str, problems: list[str]) -> str:
+    shown = "\n".join(f"  - {problem}" for problem in problems[:12])
+    more = f"\n  - ... and {len(problems) - 12} more" if len(problems) > 12 else ""
+    return f"load_: {what}:\n{shown}{more}"

@@ -1,0 +1,30 @@
+"""The scheme to train with: a mixed one, components where they are cheap and masks everywhere else."""
+
+import math
+from collections.abc import Callable
+
+from torch import nn
+
+from ..errors import PatchbayesError
+from .dropout import Dropout
+from .method import Method
+from .mixture import ECMP
+
+_JITTER, _RATE = 0.2, 0.1
+
+
+def mixed(noise: float = 1.0, components: int = 5) -> dict[str | Callable[[str, nn.Module], bool], Method]:
+    """Rules for `patch_`: ECMP on norms and output, and ordinary dropout of whole units before all hidden layers.
+
+    `noise` is the one dial: the components start apart by a jitter of 0.2 * noise, and a unit is dropped with probability
+    0.1 * noise, in training alone. 1 suits a network that would otherwise fit its training set. One that does not (training
+    accuracy below 95 %) is better left without patches. Afterwards `calibrate_` fits spread and temperature.
+
+    The paper names mixed schemes as future work; `docs/training.md` has the measurements.
+    """
+    if isinstance(noise, bool) or not isinstance(noise, int | float) or not (math.isfinite(noise) and 0 <= noise < 10):
+        raise PatchbayesError(f"mixed(noise={noise!r}): expected a number from 0 to below 10, with 1 as the default.")
+    return {
+        "norm+output": ECMP(components, jitter=_JITTER * noise),
+        "hidden": Dropout(_RATE * noise, tie="unit", predict=False),
+    }

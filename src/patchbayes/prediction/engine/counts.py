@@ -1,0 +1,159 @@
+"""Counts that decide how a network is run: arithmetic, bytes and operations. Nothing here looks at a clock."""
+
+import functools
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+aten = torch.ops.aten
+
+# Draws are run together while one operation makes at most this many bytes for all of them: beyond it the values leave the
+# cache, and one draw after the other is faster. Fewer than _FEWEST together gain nothing over one after the other.
+_TOGETHER_BYTES = 3 * 2**19
+_FEWEST = 8
+_MOST = 512
+
+# What a forward pass is made of, in seconds of an ordinary core; only ratios matter, and only roughly.
+_PER_OPERATION, _PER_FLOP, _PER_BYTE = 8e-6, 1 / 3e10, 1 / 8e9
+_CAPTURE_PER_OPERATION, _CAPTURE = 2.5e-3, 0.1
+
+_SHARE_OF_FREE_MEMORY = 0.25
+
+_VIEWS = frozenset(
+    ("reshape", "view", "permute", "transpose", "unsqueeze", "squeeze", "select", "slice", "expand", "getitem", "t",
+     "flatten", "unflatten", "alias", "detach", "chunk", "split", "unbind", "sym_size", "movedim", "to", "contiguous")
+)  # fmt: skip
+
+
+def sizes(value: Tensor) -> list[int]:
+    """The shape of a node's value, with those of the example where they may vary."""
+    return [size if isinstance(size, int) else int(size.node.hint or 1) for size in value.shape]
+
+
+def numel(value: Any) -> int:
+    """Elements of the tensors in a node's value, sizes that may vary as in the example."""
+    if isinstance(value, Tensor):
+        return math.prod(sizes(value))
+    return sum(map(numel, value)) if isinstance(value, tuple | list) else 0
+
+
+def size_in_bytes(value: Any) -> int:
+    """Bytes of the tensors in a node's value."""
+    if isinstance(value, Tensor):
+        return numel(value) * value.element_size()
+    return sum(map(size_in_bytes, value)) if isinstance(value, tuple | list) else 0
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a node makes no new values."""
+    return name_of(node) in _VIEWS
+
+
+def name_of(node: fx.Node) -> str:
+    """aten.conv2d.default is "conv2d"."""
+    return str(getattr(node.target, "__name__", node.target)).partition(".")[0]
+
+
+def flops(node: fx.Node) -> int:
+    """Multiplications and additions of matrix products and convolutions; 0 for all else."""
+    name = name_of(node)
+    rule = _RULES.get(name)
+    if node.op != "call_function" or rule is None:
+        return 0
+    return int(rule(numel(node.meta.get("val")), _shapes(node.args)))
+
+
+def _shapes(arguments: Any) -> list[Any]:
+    """The shapes of the tensors, nodes and sequences of them among the arguments of an operation."""
+    found: list[Any] = []
+    for argument in arguments:
+        value = argument.meta.get("val") if isinstance(argument, fx.Node) else argument
+        if isinstance(value, Tensor):
+            found.append(sizes(value))
+        elif isinstance(argument, fx.Node | tuple | list):
+            found.append(_shapes(argument) if not isinstance(argument, fx.Node) else [])
+    return found
+
+
+def _recurrent(made: int, shapes: Any) -> int:
+    steps = math.prod(shapes[0][:-1])
+    return 2 * steps * sum(math.prod(weight) for weight in shapes[-1] if len(weight) > 1)
+
+
+_RULES: dict[str, Any] = {
+    "linear": lambda made, shapes: 2 * made * shapes[1][-1],
+    **dict.fromkeys(("mm", "bmm", "matmul"), lambda made, shapes: 2 * made * shapes[0][-1]),
+    **dict.fromkeys(("addmm", "baddbmm"), lambda made, shapes: 2 * made * shapes[1][-1]),
+    **dict.fromkeys(
+        ("conv1d", "conv2d", "conv3d", "convolution"), lambda made, shapes: 2 * made * math.prod(shapes[1][1:])
+    ),
+    **dict.fromkeys(
+        ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
+        lambda made, shapes: 2 * math.prod(shapes[0]) * math.prod(shapes[1][1:]),
+    ),
+    **dict.fromkeys(
+        ("scaled_dot_product_attention", "_scaled_dot_product_flash_attention_for_cpu"),
+        lambda made, shapes: 4 * math.prod(shapes[0]) * shapes[1][-2],
+    ),
+    **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), _recurrent),
+}
+
+
+def together(average_bytes: float, peak_bytes: float, limit: int) -> int:
+    """How many draws of a stage to run at once, when an operation makes `average_bytes` for one draw, and all of them
+    together need at most `peak_bytes`: 1 (one after the other) or at least 8."""
+    number = min(_MOST, int(_TOGETHER_BYTES / max(average_bytes, 1)), int(limit / max(peak_bytes, 1)))
+    return number if number >= _FEWEST else 1
+
+
+class Work(TorchDispatchMode):
+    """Counts what a forward pass does on arguments of `size` numbers: operations, flops and bytes made."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.size = size
+        self.operations = self.flops = self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self.operations += 1
+        rule = _RULES.get(func.__name__.partition(".")[0])
+        if rule is not None:
+            first = made[0] if isinstance(made, tuple) else made
+            self.flops += int(rule(first.numel(), _shapes(args)))
+        if not func.is_view:
+            tensors = made if isinstance(made, tuple | list) else (made,)
+            self.bytes += sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
+        return made
+
+    def seconds(self, size: int) -> float:
+        """Of a pass on `size` numbers, by a core that nobody measured: comparable with those of a capture, no more."""
+        return self.operations * _PER_OPERATION + (self.flops * _PER_FLOP + self.bytes * _PER_BYTE) * size / self.size
+
+    @property
+    def seconds_of_capture(self) -> float:
+        """Of capturing the network, in the same sense."""
+        return _CAPTURE + self.operations * _CAPTURE_PER_OPERATION
+
+
+def default_memory_limit(device: torch.device | None) -> int:
+    """A quarter of the memory that is free on the device, looked up at most once a second."""
+    return int(_SHARE_OF_FREE_MEMORY * _free_memory(device, int(time.monotonic())))
+
+
+@functools.lru_cache(maxsize=1)
+def _free_memory(device: torch.device | None, _second: int) -> int:
+    if device is not None and device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    information = Path("/proc/meminfo")
+    if information.exists():
+        for line in information.read_text().splitlines():
+            if line.startswith("MemAvailable"):
+                return 1024 * int(line.split()[1])
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 2**32

@@ -1,0 +1,379 @@
+"""The engine: the loop's numbers from a captured network, each piece of work done once.
+
+Whatever cannot be captured goes through the loop, with the reason in the plan; so does a call that would not pay for
+capturing. Nothing is stored on the network, and nothing global is changed.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ...draws.draws import Draws
+from ...errors import PatchbayesError
+from ...layers import is_compiled
+from ...patching.network import PatchedNetwork, network_of
+from ..loop import Members, Outputs, at_rest, check_finite, loop, undisturbed
+from ..plan import Plan, StagePlan
+from .capture import CAPTURING, Capture, NotCapturable, batch_size, capture, evaluation_copy
+from .classes import Itinerary, identities, plan_itinerary
+from .counts import Work, default_memory_limit, together
+from .drawn import DrawnSite, drawing, example_tensors
+from .execution import Execution, out_of_memory
+from .picking import Picked, pick
+from .realization import Realization
+from .remembering import Form, form_of
+from .stages import Network, Sites, Stage, numbers
+
+Mode = Literal["auto", "loop", "graph"]
+
+_HELD = 8 * 2**20  # bytes of values on their way from stage to stage, and so many results at a time where draws
+_FEW = 16  # are run one after the other
+_PICKING = 2_000  # flops that drawing one element of a head costs
+_KEPT = 0.5  # of the memory limit, for the weights of draws
+_MOST_ITINERARIES = 8  # of different draws that are remembered for a captured network
+_MOST_CAPTURES = 4  # for different sizes of one form of call
+
+
+@dataclass
+class Route:
+    """Draws on their way through one captured network, for batches of one size: how much of it goes together.
+
+    sizes   for each stage, how many classes are run at once; `chunk`: how many results.
+    """
+
+    network: Network
+    itinerary: Itinerary
+    stages: list[Stage]
+    picked: Picked
+    realization: Realization
+    sizes: list[int] = field(default_factory=list)
+    chunk: int = 1
+
+
+class Engine:
+    """Outputs of all draws for one batch after the other, with everything done once that draws have in common.
+
+    batches   how many batches will come, where that is known; whether capturing pays depends on it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        network: PatchedNetwork,
+        draws: Draws,
+        *,
+        mode: Mode,
+        memory_limit: int | None,
+        batches: int = 1,
+    ) -> None:
+        self.model, self.network, self.draws, self.mode = model, network, draws, mode
+        self.memory_limit = memory_limit if memory_limit is not None else default_memory_limit(network.device)
+        self.batches = batches
+        self.plan = Plan.of_draws(draws)
+        self._routes: dict[Any, Route] = {}
+        self._parts: dict[tuple[int, int], Engine] = {}
+        self._counted: tuple[Any, Draws, Tensor] | None = None
+
+    def part(self, start: int, stop: int) -> "Engine":
+        """The same for some of the draws; kept for the next batch."""
+        if (start, stop) not in self._parts:
+            self._parts[start, stop] = Engine(
+                self.model,
+                self.network,
+                self.draws[start:stop],
+                mode=self.mode,
+                memory_limit=self.memory_limit,
+                batches=self.batches,
+            )
+        return self._parts[start, stop]
+
+    def outputs(self, inputs: Any, examples: Tensor, output: Callable[[Any], Tensor]) -> Outputs:
+        """The outputs of all draws for one batch."""
+        captured = self._captured(inputs, examples, output)
+        if captured is not None:
+            form, network, arguments = captured
+            values = self._by_stages(network, arguments, examples, output)
+            try:
+                return _resumed(next(values), values)
+            except _Unfit as error:
+                form.reason, form.networks = str(error), []
+                self.plan.fallback = form.reason
+        self.plan.engine = "loop"
+        return self._loop(self.draws, inputs, examples, output)
+
+    def _loop(self, draws: Draws, inputs: Any, examples: Tensor, output: Callable[[Any], Tensor]) -> Outputs:
+        resting = at_rest(self.model)
+        counted, self._counted = self._counted, None
+        done = int(counted is not None and counted[0] is inputs and counted[1] is draws)
+        if counted is not None and done:
+            yield Members([[0]]), counted[2]
+        with undisturbed(resting):
+            for members, values in loop(resting, network_of(resting), inputs, draws[done:], examples, output):
+                yield Members([[number + done for number in some] for some in members]), values
+
+    def marginalize_head_(self, inputs: Any, examples: Tensor, output: Callable[[Any], Tensor]) -> None:
+        """Give every draw several heads where the last site is cheap beside the rest: less error for almost no work.
+
+        A site with one draw group (EMP) is averaged over all its components, exactly; of others as many heads are drawn as
+        cost a tenth of a pass, counting as much for picking the component of one element as for 2,000 multiplications.
+        """
+        if self.draws.is_exact or len(self.draws) == 1 or self.mode == "loop":
+            return
+        if self.mode == "auto" and not self._pays_alone(inputs, examples, output):
+            return  # what is averaged must not depend on what was predicted before
+        captured = self._captured(inputs, examples, output)
+        if captured is None:
+            return
+        _, network, arguments = captured
+        picked = pick(network.capture, output)
+        operations, result = network.operations, network.result(picked.leaves)
+        total = sum(group.flops for group in operations.values())
+        last = network.sites()[-1] if network.sites() else None
+        if not total or last is None or last not in result or result not in operations:
+            return
+        head = self.network.sites[last].posterior
+        groups = head.groups()
+        if groups is None or groups.tie == "network" or head.noise != "none":
+            return
+        scale = network.scale(arguments)
+        cost = scale * operations[result].flops + _PICKING * groups.length
+        affordable = int(0.1 * scale * total / cost)
+        heads = groups.outcomes if groups.length == 1 else min(affordable, 2 * groups.outcomes)
+        if affordable >= heads > 1:
+            self.draws = self.draws.with_heads(self.network.sites[last].name, heads)
+            self.plan = Plan.of_draws(self.draws)
+
+    # Capturing
+
+    def _captured(
+        self, inputs: Any, examples: Tensor, output: Callable[[Any], Tensor], fewest: int = 2
+    ) -> tuple[Form, Network, list[Any]] | None:
+        """The captured network for such inputs, or None where the loop shall run, with the reason in the plan."""
+        plan = self.plan
+        if self.mode == "loop" or len(self.draws) < fewest:
+            plan.fallback = "as asked for" if self.mode == "loop" else "a single draw"
+            return None
+        plan.fallback = _refused(self.model, self.network)
+        if plan.fallback is not None:
+            return None
+        arguments = _arguments(inputs)
+        leaves, spec = tree_flatten(arguments)
+        form = form_of(self.model, arguments)
+        network = self._found(form, leaves)
+        if network is None and form.reason is None:
+            if self.mode == "auto" and not self._pays(form, inputs, leaves, examples, output):
+                plan.fallback = "capturing the network would not pay"
+                return None
+            with CAPTURING:
+                network = self._found(form, leaves) or self._capture(form, leaves, spec)
+        if network is None:
+            plan.fallback = form.reason
+            return None
+        return form, network, leaves
+
+    def _found(self, form: Form, leaves: list[Any]) -> Network | None:
+        return next((network for network in list(form.networks) if network.capture.fits(leaves)), None)
+
+    def _capture(self, form: Form, leaves: list[Any], spec: Any) -> Network | None:
+        if form.reason is not None:
+            return None
+        if len(form.networks) >= _MOST_CAPTURES:
+            form.networks.pop(0)
+        with torch.inference_mode(False), torch.no_grad():
+            size = batch_size(leaves)
+            for place, leaf in enumerate(leaves):
+                if isinstance(leaf, Tensor):
+                    form.dynamic.setdefault(place, set()).update(_varying(leaf, size, form.networks, place))
+            example = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            try:
+                made = self._captured_for(example, spec, form.dynamic)
+            except NotCapturable as error:
+                form.reason = f"the network cannot be captured ({error})"
+                return None
+        network = Network(made, example)
+        form.networks.append(network)
+        self.plan.capture_seconds = made.seconds
+        return network
+
+    def _captured_for(self, example: list[Any], spec: Any, dynamic: dict[int, set[int]]) -> Capture:
+        twin = evaluation_copy(self.model)
+        arguments, drawn = tree_unflatten(example, spec), example_tensors(self.network)
+        try:
+            return capture(self.model, twin, arguments, drawn, drawing(twin), dynamic)
+        except NotCapturable:  # perhaps since a size of one is stretched to another
+            large = {place: {a for a in axes if example[place].shape[a] != 1} for place, axes in dynamic.items()}
+            if large == dynamic:
+                raise
+            twin = evaluation_copy(self.model)
+            return capture(self.model, twin, arguments, drawn, drawing(twin), large)
+
+    def _pays(
+        self, form: Form, inputs: Any, leaves: list[Any], examples: Tensor, output: Callable[[Any], Tensor]
+    ) -> bool:
+        """Whether loops of this form of call, this one and those before it, cost what capturing costs."""
+        work, size = self._work(form, inputs, examples, output), numbers(leaves)
+        this = work.seconds(size) * len(self.draws)
+        form.spent += this
+        return form.spent + this * (self.batches - 1) > work.seconds_of_capture
+
+    def _pays_alone(self, inputs: Any, examples: Tensor, output: Callable[[Any], Tensor]) -> bool:
+        """Whether this call alone, with all its batches, would cost by the loop what capturing costs."""
+        arguments = _arguments(inputs)
+        if _refused(self.model, self.network) is not None:
+            return False
+        work = self._work(form_of(self.model, arguments), inputs, examples, output)
+        this = work.seconds(numbers(tree_flatten(arguments)[0])) * len(self.draws)
+        return this * self.batches > work.seconds_of_capture
+
+    def _work(self, form: Form, inputs: Any, examples: Tensor, output: Callable[[Any], Tensor]) -> Work:
+        """What one draw by the loop does: counted once, by running it. A loop that follows does not run it again."""
+        with (
+            CAPTURING
+        ):  # two threads that count at once crash in torch, which looks up its operators for a mode unguarded
+            if form.work is None:
+                work = Work(numbers(tree_flatten(_arguments(inputs))[0]))
+                with work:
+                    ((_, value),) = self._loop(self.draws[0], inputs, examples, output)
+                form.work, self._counted = work, (inputs, self.draws, value)
+            return form.work
+
+    # Running
+
+    def _by_stages(
+        self, network: Network, leaves: list[Any], examples: Tensor, output: Callable[[Any], Tensor]
+    ) -> Iterator[tuple[Members, Tensor]]:
+        route = self._route(network, leaves, output)
+        picked, chunk = route.picked, route.chunk
+        fixed = network.fixed(leaves, examples)
+        execution = Execution(network, route.stages, route.itinerary, route.realization, fixed, route.sizes)
+        self._describe(network, route, chunk)
+        wanted = [network.capture.outputs[leaf] for leaf in picked.leaves]
+        results = execution.run(chunk, wanted)
+        started = False
+        while True:
+            try:
+                members, values = next(results)
+                collected = picked.collect(values, len(members))
+            except StopIteration:
+                return
+            except Exception as error:
+                if started or out_of_memory(error):
+                    raise
+                raise _Unfit(
+                    f"its captured graph does not run on these inputs ({type(error).__name__}: {error})"
+                ) from error
+            started = True
+            self.plan.evaluated = [execution.evaluated[place] for place in route.itinerary.joined.values()]
+            self.plan.chunk = execution.chunk
+            check_finite(collected, members)
+            yield members, collected
+
+    def route(self, inputs: Any, output: Callable[[Any], Tensor]) -> Route:
+        """How the draws go through the captured network on such inputs; where it cannot be captured, an error."""
+        captured = self._captured(inputs, torch.arange(0), output, fewest=1)
+        if captured is None:
+            raise PatchbayesError(
+                f"export: {type(self.model).__name__} cannot be captured as a graph: {self.plan.fallback}.\n"
+                '  do       see docs/prediction.md, "Networks that cannot be captured".'
+            )
+        _, network, leaves = captured
+        return self._route(network, leaves, output)
+
+    def _route(self, network: Network, leaves: list[Any], output: Callable[[Any], Tensor]) -> Route:
+        picked = pick(network.capture, output)
+        key = id(network), tuple(picked.leaves), id(self.draws)
+        if key not in self._routes:
+            sites, result = network.sites(), network.result(picked.leaves)
+            posteriors = {number: self.network.sites[number].posterior for number in sites}
+            drawn = {
+                n: DrawnSite(posterior, network.drawn_names(n), network.drawn_bytes(n))
+                for n, posterior in posteriors.items()
+            }
+            itinerary = self._itinerary(network, sites, result)
+            stages = network.stages(itinerary.joined, picked.leaves)
+            limit = int(self.memory_limit * _KEPT)
+            realization = Realization(drawn, self.draws, itinerary, limit, self.network.device)
+            self._routes[key] = Route(network, itinerary, stages, picked, realization)
+        known = self._routes[key]
+        scale, limit = network.scale(leaves), int(self.memory_limit * (1 - _KEPT))
+        sizes = [1 if s.apart else together(scale * s.bytes, scale * s.peak, limit) for s in known.stages]
+        held = scale * sum(stage.held for stage in known.stages)
+        chunk = max(*sizes, min(_FEW, int(_HELD / max(held, 1))), 1)
+        chunk = min(chunk, max(1, int(limit / max(held, 1))), len(known.itinerary.order))
+        return replace(known, picked=picked, sizes=sizes, chunk=chunk)
+
+    def _itinerary(self, network: Network, sites: list[int], result: Sites) -> Itinerary:
+        """The way of the draws through a network; remembered with it for the same draws, whatever the weights."""
+        draws = self.draws
+        key = draws.series, draws.law.probabilities, draws.layout.fingerprint, result
+        if key not in network.itineraries:
+            if len(network.itineraries) >= _MOST_ITINERARIES:
+                network.itineraries.pop(next(iter(network.itineraries)), None)
+            alike = {number: identities(self.network.sites[number].posterior, draws) for number in sites}
+            network.itineraries[key] = plan_itinerary(network.operations, result, sites, alike, len(draws))
+        return network.itineraries[key]
+
+    def _describe(self, network: Network, route: Route, chunk: int) -> None:
+        plan, names = self.plan, [site.name for site in self.network.sites]
+        plan.engine, plan.networks, plan.chunk = "graph", len(route.itinerary.order), chunk
+        order = network.sites()
+        plan.stages = [
+            StagePlan(
+                tuple(names[number] for number in order if number in sites),
+                len(group.nodes),
+                route.itinerary.distinct[sites],
+                group.flops,
+            )
+            for sites, group in network.operations.items()
+        ]
+
+
+class _Unfit(Exception):
+    """A captured graph that does not run on some inputs."""
+
+
+def _resumed(first: tuple[Members, Tensor], rest: Iterator[tuple[Members, Tensor]]) -> Outputs:
+    yield first
+    yield from rest
+
+
+def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """args and kwargs, as `call` spreads them."""
+    if isinstance(inputs, tuple):
+        return inputs, {}
+    if hasattr(inputs, "keys") and hasattr(inputs, "__getitem__"):
+        return (), {key: inputs[key] for key in inputs.keys()}  # noqa: SIM118
+    return (inputs,), {}
+
+
+def _refused(model: nn.Module, network: PatchedNetwork) -> str | None:
+    """Why a network is not captured now: what a graph would not see."""
+    device = network.device.type if network.device is not None else "cpu"
+    if torch.is_autocast_enabled(device):
+        return "autocast is on"
+    everywhere = torch.nn.modules.module
+    if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks:
+        return "hooks are registered on all modules"
+    for name, module in model.named_modules():
+        if module._compiled_call_impl is not None or is_compiled(module):
+            return f'"{name}" is compiled' if name else "the network is compiled"
+        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        if any(not str(getattr(hook, "__module__", "")).startswith("patchbayes.") for hook in hooks):
+            return f'"{name}" has forward hooks'
+    return None
+
+
+def _varying(leaf: Tensor, size: int, networks: list[Network], place: int) -> set[int]:
+    """The dimensions of an argument that may have another size in the next call: the batch, the length of sequences of
+    numbers or of a mask, and those that had another size in an earlier call."""
+    axes = {0} if leaf.dim() and leaf.shape[0] == size else set()
+    if leaf.dim() > 1 and not leaf.is_floating_point():
+        axes.add(1)
+    for network in networks:
+        shape = network.capture.shapes[place]
+        axes |= {axis for axis, known in enumerate(shape or ()) if known is not None and known != leaf.shape[axis]}
+    return axes

@@ -1,0 +1,172 @@
+"""Running the stages of a captured network for many draws, one batch at a time."""
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, fx
+
+from ..loop import Members
+from .classes import Classes, Itinerary
+from .stages import Network, Stage
+
+_NO_VMAP = (RuntimeError, ValueError, NotImplementedError, TypeError)  # what vmap says to operations that it cannot do
+
+
+@dataclass(eq=False)
+class Block:
+    """The outputs of a stage for n of its classes: for each output a tensor (n, ...), or (apart) a list of n values."""
+
+    values: list[Any]
+    size: int
+
+    def one(self, place: int, index: int) -> Any:
+        return self.values[place][index]
+
+
+class Kept:
+    """What is kept of a stage: for each class, where its values are."""
+
+    def __init__(self, classes: Classes) -> None:
+        self.classes = classes
+        self.where: dict[int, tuple[Block, int]] = {}
+
+    def add(self, some: Sequence[int], block: Block) -> None:
+        self.where |= {number: (block, index) for index, number in enumerate(some)}
+
+    def forget(self, stop: int) -> None:
+        """What no result from `stop` on needs."""
+        last = self.classes.last
+        self.where = {number: entry for number, entry in self.where.items() if last[number] >= stop}
+
+    def stacked(self, place: int, some: Sequence[int]) -> tuple[Any, int | None]:
+        """Output `place` for several classes, and its vmap axis: None where it is the same for all."""
+        entries = [self.where[number] for number in some]
+        block, start = entries[0]
+        if all(entry == entries[0] for entry in entries):
+            return block.one(place, start), None
+        value = block.values[place]
+        indices = [index for other, index in entries if other is block]
+        if isinstance(value, Tensor) and len(indices) == len(entries):
+            if indices == list(range(start, start + len(indices))):
+                return value[start : start + len(indices)], 0
+            return value[torch.tensor(indices, device=value.device)], 0
+        return torch.stack([other.one(place, index) for other, index in entries]), 0
+
+
+class DrawnTensors(Protocol):
+    """What is drawn for the sites, by class (a `Realization`)."""
+
+    def one(self, site: int, name: str, number: int) -> Tensor: ...
+
+    def several(self, site: int, name: str, some: Sequence[int]) -> tuple[Tensor, int | None]: ...
+
+
+class Execution:
+    """One batch on its way through the stages.
+
+    fixed   values of the graph's inputs that are the same for all draws.
+    sizes   for each stage, how many classes are run together.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        stages: list[Stage],
+        itinerary: Itinerary,
+        realization: DrawnTensors,
+        fixed: Mapping[fx.Node, Any],
+        sizes: Sequence[int],
+    ) -> None:
+        self.network, self.stages, self.itinerary = network, stages, itinerary
+        self.realization, self.fixed, self.sizes = realization, fixed, sizes
+        self.kept = [Kept(classes) for classes in itinerary.stages]
+        self.made = {node: (s, k) for s, stage in enumerate(stages) for k, node in enumerate(stage.outputs)}
+        self.evaluated = [0] * len(stages)
+        self.chunk = 1
+
+    def run(self, chunk: int, leaves: list[Any]) -> Iterator[tuple[Members, list[tuple[Any, int | None]]]]:
+        """The leaves of the output, `chunk` results at a time: each a value and the axis of the results, or None."""
+        number, start, self.chunk = len(self.itinerary.order), 0, chunk
+        while start < number:
+            stop = min(start + self.chunk, number)
+            try:
+                for place in range(len(self.stages)):
+                    self._compute(place, start, stop)
+                values = [self._leaf(leaf, start, stop) for leaf in leaves]
+            except RuntimeError as error:
+                if self.chunk == 1 or not out_of_memory(error):
+                    raise
+                self.chunk //= 2  # the same again, of half as many
+                self.sizes = [max(1, size // 2) for size in self.sizes]
+                continue
+            for kept in self.kept:
+                kept.forget(stop)
+            yield self.itinerary.members.part(start, stop), values
+            start = stop
+
+    def _leaf(self, leaf: Any, start: int, stop: int) -> tuple[Any, int | None]:
+        if leaf in self.made:
+            place, output = self.made[leaf]
+            return self.kept[place].stacked(output, self.itinerary.stages[place].of[start:stop].tolist())
+        if isinstance(leaf, fx.Node) and leaf not in self.fixed:
+            site = self.network.capture.sources[leaf]
+            some = self.itinerary.sites[site.place].of[start:stop].tolist()
+            return self.realization.several(site.place, site.name, some)
+        return (self.fixed[leaf] if isinstance(leaf, fx.Node) else leaf), None
+
+    def _compute(self, place: int, start: int, stop: int) -> None:
+        stage, kept = self.stages[place], self.kept[place]
+        if not stage.outputs:
+            return
+        missing = [c for c in dict.fromkeys(kept.classes.of[start:stop].tolist()) if c not in kept.where]
+        size = self.sizes[place]
+        for first in range(0, len(missing), size):
+            some = missing[first : first + size]
+            kept.add(some, self._block(place, some))
+            self.evaluated[place] += len(some)
+
+    def _block(self, place: int, some: list[int]) -> Block:
+        stage = self.stages[place]
+        at = [int(self.kept[place].classes.first[number]) for number in some]
+        if len(some) > 1 and not stage.apart:
+            arguments, axes = zip(*(self._several(node, at) for node in stage.inputs), strict=True)
+            try:
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", "There is a performance drop")
+                    return Block(list(torch.vmap(stage.run, in_dims=axes)(*arguments)), len(some))
+            except _NO_VMAP as error:
+                if out_of_memory(error):
+                    raise
+                stage.apart = True  # an operation that vmap cannot do: one after the other from now on
+        results = [stage.run(*(self._one(node, position) for node in stage.inputs)) for position in at]
+        return Block([list(values) for values in zip(*results, strict=True)], len(some))
+
+    def _one(self, node: fx.Node, position: int) -> Any:
+        """The value of a node for the draw at a position of the itinerary."""
+        if node in self.fixed:
+            return self.fixed[node]
+        if node in self.made:
+            place, output = self.made[node]
+            block, index = self.kept[place].where[int(self.itinerary.stages[place].of[position])]
+            return block.one(output, index)
+        source = self.network.capture.sources[node]
+        return self.realization.one(source.place, source.name, int(self.itinerary.sites[source.place].of[position]))
+
+    def _several(self, node: fx.Node, positions: list[int]) -> tuple[Any, int | None]:
+        if node in self.fixed:
+            return self.fixed[node], None
+        if node in self.made:
+            place, output = self.made[node]
+            return self.kept[place].stacked(output, self.itinerary.stages[place].of[positions].tolist())
+        source = self.network.capture.sources[node]
+        some = self.itinerary.sites[source.place].of[positions].tolist()
+        return self.realization.several(source.place, source.name, some)
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether an allocator gave up."""
+    text = str(error).lower()
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in text or "can't allocate memory" in text

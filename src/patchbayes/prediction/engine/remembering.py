@@ -1,0 +1,136 @@
+"""Captures of a network, remembered while its structure is the same, and not longer."""
+
+import threading
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from .counts import Work
+
+_INTERNAL = frozenset(vars(nn.Module()))
+_PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type, slice)
+_FLAT_WEIGHTS = ("_flat_weights", "_flat_weight_refs")  # recurrent layers make these anew from their parameters
+_MOST = 16  # forms of call that are remembered for a network
+
+
+@dataclass
+class Form:
+    """One form of call of a network: what was found out about it.
+
+    networks   captures that hold for different sizes of the arguments.
+    reason     why the network cannot be captured, where it cannot.
+    work       what one draw by the loop does; `spent`: seconds of loops so far. Both are counted, not measured.
+    """
+
+    networks: list[Any] = field(default_factory=list)
+    reason: str | None = None
+    work: Work | None = None
+    spent: float = 0.0
+    dynamic: dict[int, set[int]] = field(default_factory=dict)
+
+
+class Remembered:
+    """The forms of one network in one state of its structure."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.structure: Any = None
+        self.forms: dict[Any, Form] = {}
+
+    def form(self, structure: Any, key: Any) -> Form:
+        with self.lock:
+            if structure != self.structure:
+                self.structure, self.forms = structure, {}
+            if key not in self.forms and len(self.forms) >= _MOST:
+                del self.forms[next(iter(self.forms))]
+            return self.forms.setdefault(key, Form())
+
+
+_REMEMBERED: "weakref.WeakKeyDictionary[nn.Module, Remembered]" = weakref.WeakKeyDictionary()
+_LOCK = threading.Lock()
+
+
+def form_of(model: nn.Module, arguments: Any) -> Form:
+    """What is known of calls like this one."""
+    with _LOCK:
+        remembered = _REMEMBERED.get(model)
+        if remembered is None:
+            remembered = _REMEMBERED[model] = Remembered()
+    return remembered.form(structure_of(model), _key(arguments))
+
+
+def forms_of(model: nn.Module) -> list[Form]:
+    """All that is remembered of a network."""
+    return list(_REMEMBERED[model].forms.values()) if model in _REMEMBERED else []
+
+
+def _key(arguments: Any) -> tuple[Any, ...]:
+    leaves, spec = tree_flatten(arguments)
+    described = tuple(
+        (leaf.dim(), leaf.dtype, leaf.device, _order(leaf)) if isinstance(leaf, Tensor) else _described(leaf, 2)
+        for leaf in leaves
+    )
+    return str(spec), described
+
+
+def _order(tensor: Tensor) -> str:
+    """How a tensor lies in memory, where operations keep to it: channels last or not."""
+    if tensor.is_contiguous() or tensor.dim() not in (4, 5):
+        return ""
+    last = torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d
+    return "channels_last" if tensor.is_contiguous(memory_format=last) else ""
+
+
+def structure_of(model: nn.Module) -> tuple[Any, ...]:
+    """Equal exactly when a capture of the network still holds: modules, their attributes, shapes and kinds of tensors."""
+    found: list[Any] = []
+    seen: dict[int, Any] = {}
+    modules: dict[nn.Module, None] = {model: None}
+    waiting = [model]
+    while waiting:  # in no particular order, but always the same
+        module = waiting.pop()
+        _add_state(found, module, seen)
+        for child in module._modules.values():
+            if child is not None and child not in modules:
+                modules[child] = None
+                waiting.append(child)
+    return tuple(found)
+
+
+def _add_state(found: list[Any], module: nn.Module, seen: dict[int, Any]) -> None:
+    held = module.__dict__
+    found += (id(module), type(module), len(module._forward_pre_hooks) + len(module._forward_hooks))
+    derived = _FLAT_WEIGHTS if isinstance(module, nn.RNNBase) else ()
+    for name in sorted(held.keys() - _INTERNAL):
+        if name in derived or name.startswith("_patchbayes"):
+            continue
+        value = held[name]
+        if not isinstance(value, _PLAIN):  # one configuration may hang on every module
+            known = seen.get(id(value))
+            value = known if known is not None else seen.setdefault(id(value), _described(value, 3))
+        found += (name, value)
+    for tensors in (module._parameters, module._buffers):
+        for name, tensor in tensors.items():
+            found += (name, tensor if tensor is None else (tensor.shape, tensor.dtype, tensor.device, _order(tensor)))
+
+
+def _described(value: Any, depth: int) -> Any:
+    """Plain values by their value, containers and plain objects by their content, all else by identity."""
+    if isinstance(value, _PLAIN):
+        return type(value), value if not isinstance(value, slice) else str(value)
+    if isinstance(value, nn.Parameter):
+        return value.shape, value.dtype, value.device
+    if isinstance(value, Tensor):
+        plain = type(value) is Tensor and not value.is_inference()  # others have no version, or no memory of their own
+        return (id(value), value._version, value.data_ptr()) if plain else id(value)
+    if depth and isinstance(value, list | tuple | set | frozenset):
+        return type(value), tuple(_described(one, depth - 1) for one in value)
+    if depth and isinstance(value, dict):
+        return type(value), tuple((str(key), _described(one, depth - 1)) for key, one in value.items())
+    if depth and hasattr(value, "__dict__") and not isinstance(value, nn.Module) and not callable(value):
+        return id(value), tuple((key, _described(one, depth - 1)) for key, one in vars(value).items())
+    return id(value)

@@ -1,0 +1,279 @@
+"""What the experiments on images share: train every method with every seed, evaluate it, keep what the tables need.
+
+Runs are folders of the working directory: an interrupted study goes on where it was, and several tables and figures come from
+the same runs.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from patchbayes.errors import PatchbayesError
+from patchbayes.files import write_atomically
+from patchbayes.patching.patch import is_patched
+from patchbayes.runs import (
+    EvaluationOptions,
+    EvaluationRecord,
+    RunFolder,
+    TrainingConfig,
+    evaluate,
+    read_evaluation,
+    train,
+    write_evaluation,
+)
+from patchbayes.runs.answers import class_answers, fitting_batch_size
+from patchbayes.runs.classification import draws_curve
+from patchbayes.runs.record import RunScores, as_json
+
+from .experiment import ComparedNumber, TextTable, Workspace, as_text
+from .seed_statistics import interval_text, mean_of, paired_verdict
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+#: Methods of the paper's image experiments: label -> settings of the training (section 5, appendix D).
+METHODS: dict[str, dict[str, Any]] = {
+    "emp_bn_output": {"method": "emp(5)", "sites": "norm+output"},
+    "emp_bn": {"method": "emp(5)", "sites": "norm"},
+    "ecmp_bn_output": {"method": "ecmp(5)", "sites": "norm+output"},
+    "ecmp_bn": {"method": "ecmp(5)", "sites": "norm"},
+    "dropout": {"method": "dropout(0.005)"},
+    "vanilla": {"method": "vanilla"},
+}
+
+
+@dataclass(frozen=True)
+class DrawsStudy:
+    """How many draws testing needs: scores of groups of S draws out of `pool`, for each S of the curve.
+
+    Independent draws and balanced ones are made of the same networks and asked of the same examples, `split`.
+    """
+
+    pool: int
+    curve: tuple[int, ...]
+    split: str
+
+
+@dataclass(frozen=True)
+class Study:
+    """Networks to train and how to look at them; `draws_study` is made with the first seed's networks."""
+
+    data: str
+    model: str
+    methods: Sequence[str]
+    seeds: int
+    training: Mapping[str, Any]
+    draws: int = 200
+    curve: tuple[int, ...] = (1, 20, 100, 200)
+    split: str = "test"
+    corruptions: bool | Path = False
+    corruption_examples: int = 1000
+    corruption_draws: int = 100
+    draws_study: DrawsStudy | None = None
+    note: str = ""
+    each: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+def run_study(study: Study, setting: Workspace, name: str) -> dict[str, Any]:
+    """The evaluations that the tables need, by method and seed."""
+    assert setting.work_dir is not None
+    folders = {
+        (label, seed): setting.work_dir / name / f"{label}-{seed}"
+        for seed in range(study.seeds)
+        for label in study.methods
+    }
+    for (label, seed), folder in folders.items():
+        setting.say(f"training {label}, seed {seed}")
+        settings = {**study.training, **METHODS[label], **study.each.get(label, {})}
+        config = TrainingConfig(
+            data=study.data,
+            data_dir=None if setting.data_dir is None else str(setting.data_dir),
+            model=study.model,
+            seed=seed,
+            **settings,
+        )
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        train(config, folder, resume=(folder / "config.json").exists(), quiet=True)
+    records = _evaluated(study, setting, list(folders.values()))
+    found: dict[str, list[dict[str, Any]]] = {label: [] for label in study.methods}
+    for (label, seed), record in zip(folders, records, strict=True):
+        found[label].append(_kept(record))
+        if study.draws_study is not None and seed == 0:
+            schemes = _draw_schemes(study.draws_study, setting, folders[label, seed])
+            found[label][-1]["draw_schemes"] = schemes
+    return {
+        "data": study.data,
+        "model": study.model,
+        "split": study.split,
+        "seeds": study.seeds,
+        "draws": study.draws,
+        "training": dict(study.training),
+        "note": study.note,
+        "num_examples": records[0].num_examples,
+        "methods": found,
+    }
+
+
+def _evaluated(study: Study, setting: Workspace, folders: Sequence[Path]) -> list[EvaluationRecord]:
+    """The records of all runs, each written as soon as it is made."""
+    options = EvaluationOptions(
+        split=study.split,
+        draws=study.draws,
+        curve=study.curve,
+        corruptions=study.corruptions,
+        corruption_examples=study.corruption_examples,
+        corruption_draws=study.corruption_draws,
+        which="last",  # the paper evaluates what training ends with
+        data_dir=setting.data_dir,
+        replicates=200,
+    )
+    missing = [folder for folder in folders if not _is_evaluated(folder, bool(study.corruptions))]
+    if missing:
+        chosen = folders if study.corruptions else missing  # images are corrupted once, for all
+        evaluate([RunFolder.open(folder) for folder in chosen], options, setting.say, write_evaluation)
+    return [read_evaluation(folder) for folder in folders]
+
+
+def _is_evaluated(folder: Path, corrupted: bool) -> bool:
+    if not (folder / "evaluation.json").exists():
+        return False
+    return not corrupted or read_evaluation(folder).corruptions is not None
+
+
+def _draw_schemes(wanted: DrawsStudy, setting: Workspace, folder: Path) -> dict[str, Any] | None:
+    """The curves of i.i.d. and of balanced draws of a run, kept in its folder; None of an unpatched network."""
+    path = folder / "draw_schemes.json"
+    asked = json.loads(json.dumps(asdict(wanted)))
+    if path.exists():
+        try:
+            known = json.loads(path.read_text())
+            if known["asked"] == asked:
+                return dict(known["found"])
+        except (ValueError, KeyError, TypeError):
+            raise PatchbayesError(f"{path} cannot be read; delete it, and it is made again.") from None
+    run = RunFolder.open(folder)
+    model = run.model("last")
+    if not is_patched(model):
+        return None
+    data = run.dataset(setting.data_dir)
+    size = fitting_batch_size(wanted.pool, data.num_outputs)
+    found: dict[str, Any] = dict(asked)
+    samplings: tuple[Literal["iid", "balanced"], ...] = ("iid", "balanced")
+    for sampling in samplings:
+        setting.say(f"{folder.name}: {wanted.pool} {sampling} draws")
+        batches = data.batches(data.part(wanted.split), size)
+        at_draws = class_answers(model, batches, wanted.pool, curve=wanted.curve, sampling=sampling).at_draws
+        repeats = [len(scores.correct) for scores in at_draws.values()]
+        found[sampling] = {"repeats": repeats, "curve": as_json(draws_curve(at_draws))}
+    write_atomically(path, (json.dumps({"asked": asked, "found": found}, indent=1) + "\n").encode())
+    return found
+
+
+def _kept(record: EvaluationRecord) -> dict[str, Any]:
+    """What the tables and figures of the paper are made of; pictures and commands stay in the run folder."""
+    return {name: value for name, value in record.to_json().items() if name in RunScores.__dataclass_fields__}
+
+
+def scores_of(result: Mapping[str, Any]) -> dict[str, list[RunScores]]:
+    """What a record of a study keeps, by method and seed."""
+    return {
+        label: [RunScores.from_json(kept, f"the record of {label}") for kept in found]
+        for label, found in result["methods"].items()
+    }
+
+
+PERCENT = {"top1": "accuracy", "top5": "top5_accuracy", "ece": "ece", "mce": "mce"}
+
+
+def value_of(scores: RunScores, column: str) -> float | None:
+    """A column of the paper's tables, in percent."""
+    value = scores.value(PERCENT[column])
+    return None if value is None else 100 * value
+
+
+def comparison_rows(
+    result: Mapping[str, Any], published: Sequence[Mapping[str, str]], same_scale: bool
+) -> list[ComparedNumber]:
+    """The paper's table beside ours. At paper scale within means one point; at another scale nothing can be compared."""
+    why = "" if same_scale else f"another scale: {result['model']}, {result['training'].get('epochs')} epochs"
+    made = []
+    found = scores_of(result)
+    for line in published:
+        label = line["method"] if line["method"] in found else f"{line['method']}_bn_output"
+        records = found.get(label)
+        if not records:
+            continue
+        for column in PERCENT:
+            ours = mean_of([value_of(record, column) for record in records])
+            made.append(
+                ComparedNumber(f"{label}, {column} %", float(line[column]), ours, 1.0 if same_scale else None, why)
+            )
+    return made
+
+
+def score_table(result: Mapping[str, Any]) -> TextTable:
+    """Accuracy, likelihood and calibration by method: mean and 95 % interval over seeds; the paired verdict on the NLL."""
+    header = [
+        "method",
+        "parameters",
+        "top-1 %",
+        "top-5 %",
+        "NLL",
+        "ECE %",
+        "floor %",
+        "MCE %",
+        "NLL against vanilla",
+        "training s",
+    ]
+    lines = []
+    found = scores_of(result)
+    plain = found.get("vanilla")
+    for label, records in found.items():
+        nll = [record.value("nll") for record in records]
+        floor = mean_of([_percent(record.metrics["ece"].floor) for record in records])
+        reference = None if plain is None else [record.value("nll") for record in plain]
+        lines.append(
+            [
+                label,
+                f"{records[0].parameters.patched:,}",
+                *(interval_text([value_of(record, column) for record in records]) for column in ("top1", "top5")),
+                interval_text(nll, 4),
+                interval_text([value_of(record, "ece") for record in records]),
+                as_text(floor, 3),
+                interval_text([value_of(record, "mce") for record in records]),
+                "-" if label == "vanilla" or reference is None else paired_verdict(nll, reference),
+                interval_text([record.training_seconds for record in records], 3),
+            ]
+        )
+    return header, lines
+
+
+def calibration_figure(result: Mapping[str, Any]) -> "Figure":
+    """Accuracy against confidence, the examples of all seeds pooled (figures 4, 5 and 7)."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.5, 4.2), layout="constrained")
+    axes = figure.subplots()
+    axes.plot([0, 1], [0, 1], color="tab:gray", linewidth=1, linestyle=":")
+    for label, records in scores_of(result).items():
+        points = zip(*(_bins(record) for record in records), strict=True)
+        sums = [tuple(map(sum, zip(*bins, strict=True))) for bins in points]
+        kept = [(confidence / count, right / count) for count, confidence, right in sums if count > 5]
+        axes.plot([x for x, _ in kept], [y for _, y in kept], marker="o", markersize=3, label=label)
+    axes.set(xlabel="confidence", ylabel="accuracy", xlim=(0, 1), ylim=(0, 1), aspect="equal")
+    axes.legend(fontsize="small")
+    return figure
+
+
+def _percent(value: float | None) -> float | None:
+    return None if value is None else 100 * value
+
+
+def _bins(scores: RunScores) -> list[tuple[float, float, float]]:
+    """Number of examples, sum of confidences, number of right ones of each bin."""
+    found = scores.reliability
+    assert found is not None
+    values = zip(found.count, found.confidence, found.accuracy, strict=True)
+    return [(n, n * (confidence or 0.0), n * (accuracy or 0.0)) for n, confidence, accuracy in values]

@@ -1,0 +1,161 @@
+"""docs/results.md: what the records say, experiment by experiment, rendered from them and nothing else."""
+
+import io
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from patchbayes.errors import PatchbayesError
+from patchbayes.files import write_atomically
+
+from .bayesianize_route import route_tables
+from .claims import claims_table
+from .experiment import ComparedNumber, Experiment, TextTable, as_text, largest_record
+from .registry import experiment, names
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+#: Tables from records of other measurements, in the folder above the experiments' own, by the experiment they stand beside.
+_BESIDE: dict[str, Callable[[Path], dict[str, TextTable]]] = {"cifar100": route_tables}
+
+_OPENING = """# Results
+
+Every table and figure of the paper beside what this code measures. All numbers come from the records in `results`;
+`patchbayes reproduce --verify` renders this page again from them and compares. A verdict is *within* where our number lies
+within the stated tolerance of the paper's, *outside* where it does not, and *not comparable* where scale, data or protocol
+differ, with the reason.
+"""
+
+_CLAIMS = """What the paper says in words. That something is better is *confirmed* or *contradicted* only with p < 0.01, paired
+over seeds, rounds or splits (corrected for their overlap). A claim of several parts is confirmed by all of them, contradicted
+by any one. Differences of percentages are in points; negative ones favor the claim. A verdict is about what was run: where the
+record is of another network or of fewer epochs than the paper's, so is the verdict.
+"""
+
+
+def render(records: Path) -> dict[str, bytes]:
+    """The files of the page: results.md and figures/*.svg."""
+    lines = [_OPENING]
+    files: dict[str, bytes] = {}
+    for name in names():
+        found = experiment(name)
+        lines.append(f"## {found.title} ({', '.join(found.items)})\n")
+        record = largest_record(records, name)
+        if record is None:
+            lines.append(f"Not run yet: `patchbayes reproduce {name}`.\n")
+        else:
+            lines += _section(found, record)
+        if name in _BESIDE:
+            lines += _titled(_BESIDE[name](records.parent))
+        for title, figure in (found.figures(record["result"]) if record else {}).items():
+            files[f"figures/{title}.svg"] = svg(figure)
+            lines.append(f"![{title.replace('_', ' ')}](figures/{title}.svg)\n")
+    lines += ["## Claims of the paper\n", _CLAIMS, markdown(claims_table(records))]
+    files["results.md"] = ("\n".join(lines).rstrip() + "\n").encode()
+    return files
+
+
+def _section(found: Experiment, record: dict[str, Any]) -> list[str]:
+    machine = record["machine"]
+    lines = [
+        f"`patchbayes reproduce {found.name} --scale {record['scale']}`, {record['date'][:10]}, commit {record['commit']}, "
+        f"{machine['processor']}, {machine['threads']} threads, {as_text(record['seconds'], 3)} s.\n"
+    ]
+    rows = found.rows(record["result"])
+    if rows:
+        lines += [markdown(comparison(rows)), ""]
+    return lines + _titled(found.tables(record["result"]))
+
+
+def _titled(tables: Mapping[str, TextTable]) -> list[str]:
+    return [text for title, table in tables.items() for text in (f"**{title}**\n", markdown(table), "")]
+
+
+def comparison(rows: Sequence[ComparedNumber]) -> TextTable:
+    """paper / ours / verdict."""
+    header = ["", "paper", "ours", "verdict"]
+    cells = []
+    for row in rows:
+        verdict = row.verdict if not row.why or row.verdict == "within" else f"{row.verdict}: {row.why}"
+        cells.append([row.what, as_text(row.paper, 10), as_text(row.ours), verdict])
+    return header, cells
+
+
+def markdown(table: TextTable) -> str:
+    header, rows = table
+
+    def line(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+    return "\n".join([line(header), line(["---"] * len(header)), *map(line, rows)])
+
+
+def svg(figure: "Figure") -> bytes:
+    """The figure as SVG, the same bytes every time."""
+    import matplotlib
+
+    content = io.BytesIO()
+    with matplotlib.rc_context({"svg.hashsalt": "patchbayes"}):
+        figure.savefig(content, format="svg", metadata={"Date": None})
+    return content.getvalue()
+
+
+def write_summary(records: Path, docs: Path) -> list[Path]:
+    """Write the page and its figures. A folder without a record is refused: the page would say that nothing was run."""
+    if not any(records.glob("*.json")):
+        raise PatchbayesError(
+            f"{records} holds no record of an experiment, and the page would say so of all of them.\n"
+            "  do       give the folder of the records by --results, or run an experiment first."
+        )
+    written = []
+    for name, content in render(records).items():
+        path = docs / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, content)
+        written.append(path)
+    return written
+
+
+def verify_summary(records: Path, docs: Path) -> int:
+    """Raise where the page's text is not what the records say, or a figure of it is missing; the number of its figures.
+
+    Figures are not compared: their bytes depend on the version of matplotlib.
+    """
+    page = docs / "results.md"
+    if not page.exists():
+        raise PatchbayesError(f"{page} does not exist; write it with patchbayes reproduce --write-docs.")
+    files = render(records)
+    wanted, present = files.pop("results.md").decode().splitlines(), page.read_text().splitlines()
+    for number, (new, old) in enumerate(zip(wanted, present, strict=False), start=1):
+        if new != old:
+            raise PatchbayesError(
+                f"{page}, line {number} is not what the records say.\n  page     {old}\n  records  {new}"
+            )
+    if len(wanted) != len(present):
+        raise PatchbayesError(f"{page} has {len(present)} lines, the records give {len(wanted)}.")
+    for name in files:
+        path = docs / name
+        if not path.exists() or b"<svg" not in path.read_bytes():
+            raise PatchbayesError(f"{path} is not a figure; write it with patchbayes reproduce --write-docs.")
+    spare = {path.name for path in (docs / "figures").glob("*.svg")} - {Path(name).name for name in files}
+    others = [other for other in (docs.resolve().parent / "README.md", *docs.glob("*.md")) if other != page]
+    shown = "".join(other.read_text() for other in others if other.exists())
+    spare = {name for name in spare if f"figures/{name}" not in shown}  # those of other pages are theirs
+    if spare:
+        raise PatchbayesError(f"{docs / 'figures'}: {', '.join(sorted(spare))} belong to no record; delete them.")
+    return len(files)
+
+
+def verify_readme(docs: Path) -> bool:
+    """Raise where a table of README.md is not what its record says; False where `docs` is not that of a checkout."""
+    checkout = docs.resolve().parent
+    script = checkout / "benchmarks" / "readme_tables.py"
+    if not (script.exists() and (checkout / "src" / "patchbayes_reproduce").is_dir()):
+        return False
+    done = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise PatchbayesError(done.stderr.strip() or f"{script} --check failed.")
+    return True

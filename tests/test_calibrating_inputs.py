@@ -1,0 +1,178 @@
+"""calibrate_ and bayesianize_: every form of batch, what they refuse, and how they are interrupted."""
+
+import copy
+import math
+import signal
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import patchbayes as pb
+from calibrated_networks import batches, classifier, inputs, labels_from
+from patchbayes.bayesianizing.held_out import HeldOut, pair_of
+from patchbayes.errors import PatchbayesError
+from patchbayes.patching.network import network_of
+from patchbayes.posteriors import Spread
+
+
+class Dictionary(nn.Module):
+    """As networks of transformers are: keywords in, something with `.logits` out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = classifier(scale=3.0)
+
+    def forward(self, input_values: torch.Tensor, mask: torch.Tensor):  # type: ignore[no-untyped-def]
+        return type("Output", (), {"logits": self.body(input_values * mask)})()
+
+
+class TwoInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = classifier(scale=3.0)
+
+    def forward(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        return self.body(torch.cat([left, right], 1))
+
+
+def test_every_form_of_batch_gives_the_same() -> None:
+    x = inputs(200)
+    y = labels_from(torch.softmax(classifier(scale=2.0)(x), -1).detach())
+    pairs = batches(x, y)
+    plain = pb.bayesianize_(classifier(scale=3.0), pairs, budget=2000)
+    forms = {
+        "lists": (classifier(scale=3.0), [[a, b] for a, b in pairs], {}),
+        "mappings": (
+            Dictionary(),
+            [{"input_values": a, "mask": torch.ones(len(a), 1), "labels": b} for a, b in pairs],
+            {},
+        ),
+        "several inputs": (TwoInputs(), [(a[:, :2], a[:, 2:], b) for a, b in pairs], {}),
+        "select": (classifier(scale=3.0), [{"x": a, "z": b} for a, b in pairs], {"select": lambda q: (q["x"], q["z"])}),
+    }
+    for name, (net, form, options) in forms.items():
+        report = pb.bayesianize_(net, form, budget=2000, **options)
+        assert report.after.nll == pytest.approx(plain.after.nll, abs=1e-5), name
+
+
+def test_held_out_keeps_padded_batches_apart() -> None:
+    pieces = [({"ids": torch.full((3, n), n)}, torch.full((3,), n)) for n in (4, 5, 6)]
+    held = HeldOut.read(pieces, 100, 2, torch.Generator().manual_seed(0))
+    assert len(held) == 9
+    for mapping, targets in held.batches:
+        assert bool((mapping["ids"] == targets.unsqueeze(1)).all())
+        assert mapping["ids"].shape[1] == int(targets[0])
+
+
+def bad(kind: str) -> tuple[object, str]:
+    x, y = inputs(60), torch.arange(60) % 4
+    return {
+        "labels out of range": (batches(x, y + 1), "classes 0 to 3"),
+        "empty": ([], "no example"),
+        "one class": (batches(x, torch.zeros_like(y)), "all 60 labels are 0"),
+        "NaN": (batches(x.masked_fill(x > 2, math.nan), y), "NaN"),
+        "a generator": ((pair for pair in batches(x, y)), "read again"),
+        "no targets": ([x], "expected batches"),
+        "numbers for classes": (batches(x, torch.randn(60)), "class numbers"),
+        "no labels": ([{"x": x}], "without labels"),
+        "one tensor": (x, "iterable of batches"),
+        "other sizes": ([(x, y[:3])], "3 targets"),
+    }[kind]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["labels out of range", "empty", "one class", "NaN", "a generator", "no targets", "numbers for classes", "no labels",
+     "one tensor", "other sizes"],
+)  # fmt: skip
+def test_bad_input_is_one_sentence_and_the_network_is_untouched(kind: str) -> None:
+    net = classifier()
+    before = copy.deepcopy(net.state_dict())
+    held_out, message = bad(kind)
+    with pytest.raises(PatchbayesError, match=message):
+        pb.bayesianize_(net, held_out)  # type: ignore[arg-type]
+    assert not pb.is_patched(net)
+    assert list(net.state_dict()) == list(before)
+    assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
+    pb.patch_(net, pb.ECMP(3), "all")
+    before = copy.deepcopy(net.state_dict())
+    with pytest.raises(PatchbayesError, match=message):
+        pb.calibrate_(net, bad(kind)[0])  # type: ignore[arg-type]
+    assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
+    assert float(network_of(net).likelihood.temperature) == 1
+
+
+def test_options_out_of_range_are_refused() -> None:
+    x, y = inputs(60), torch.arange(60) % 4
+    for options in ({"draws": 0}, {"budget": 0}, {"examples": True}, {"draws": 2.5}):
+        with pytest.raises(PatchbayesError, match="expected a whole number"):
+            pb.bayesianize_(classifier(), batches(x, y), **options)  # type: ignore[arg-type]
+    with pytest.raises(PatchbayesError, match="one of the two"):
+        pb.bayesianize_(classifier(), batches(x, y), predict_cost=2.0, sites="all")
+    net = classifier()
+    pb.patch_(net, Spread(), "all")
+    with pytest.raises(PatchbayesError, match="patched already"):
+        pb.bayesianize_(net, batches(x, y))
+    with pytest.raises(PatchbayesError, match='"learn" or "keep"'):
+        pb.calibrate_(net, batches(x, y), spread="other")  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def ctrl_c_interrupts() -> Iterator[None]:
+    """Python's own handler, which a process that was started in the background of a shell does not have."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c_interrupts")
+def test_ctrl_c_keeps_the_best_until_then() -> None:
+    net, x = classifier(scale=4.0), inputs(300)
+    y = labels_from(torch.softmax(classifier()(x), -1).detach())
+    told: list[str] = []
+
+    def progress(stage: str, left: float) -> None:
+        told.append(stage)
+        assert left >= 0
+        if len(told) == 6:
+            signal.raise_signal(signal.SIGINT)
+
+    assert threading.current_thread() is threading.main_thread()
+    report = pb.bayesianize_(net, batches(x, y), budget=30_000, progress=progress)
+    assert report.interrupted
+    assert "interrupted" in str(report)
+    assert 1 <= len(report.losses) <= 3
+    assert pb.is_patched(net)
+    assert float(network_of(net).likelihood.temperature) == report.temperature
+
+
+def test_modes_and_frozen_flags_come_back() -> None:
+    net, x = classifier(scale=3.0), inputs(100)
+    y = labels_from(torch.softmax(classifier()(x), -1).detach())
+    net.train()
+    net[0].weight.requires_grad_(False)
+    pb.bayesianize_(net, batches(x, y), budget=1000)
+    assert net.training
+    assert net[2].training
+    assert not net[0].weight.requires_grad
+    assert net[2].weight.requires_grad
+    assert all(p.grad is None for p in net.parameters())
+
+
+def test_pair_of_reads_what_transformers_give() -> None:
+    class Encoding:
+        def __init__(self, content: dict[str, torch.Tensor]) -> None:
+            self.content = content
+
+        def keys(self):  # type: ignore[no-untyped-def]
+            return self.content.keys()
+
+        def __getitem__(self, key: str) -> torch.Tensor:
+            return self.content[key]
+
+    found, targets = pair_of(Encoding({"input_ids": torch.zeros(2, 3), "labels": torch.tensor([0, 1])}))
+    assert list(found) == ["input_ids"]
+    assert targets.tolist() == [0, 1]

@@ -1,0 +1,100 @@
+"""Probabilistic backpropagation: its moments against integrals, one update against Bayes, and its published errors."""
+
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy import integrate, stats
+
+from patchbayes_reproduce.pbp import PBP, PUBLISHED, Weights, _PriorFactors, moments, relu_moments, rmse_on_test
+from patchbayes_reproduce.regression_splits import SETS, read_splits
+
+
+@pytest.mark.parametrize(("mean", "variance"), [(0.0, 1.0), (1.3, 0.4), (-0.8, 2.0), (-3.0, 0.7), (5.0, 0.1)])
+def test_moments_after_a_relu_are_the_integrals(mean, variance):
+    law = stats.norm(mean, math.sqrt(variance))
+    first = integrate.quad(lambda a: a * law.pdf(a), 0, mean + 12 * math.sqrt(variance) + 12)[0]
+    second = integrate.quad(lambda a: a**2 * law.pdf(a), 0, mean + 12 * math.sqrt(variance) + 12)[0]
+    found = relu_moments(torch.tensor(mean, dtype=torch.float64), torch.tensor(variance, dtype=torch.float64))
+    assert found[0].item() == pytest.approx(first, rel=1e-8)
+    assert found[1].item() == pytest.approx(second - first**2, rel=1e-7)
+
+
+def test_units_that_are_almost_surely_off_have_finite_moments_and_gradients():
+    mean = torch.tensor([-40.0, -29.9, -100.0], dtype=torch.float64, requires_grad=True)
+    out, variance = relu_moments(mean, torch.ones(3, dtype=torch.float64))
+    (out.sum() + variance.sum()).backward()
+    assert torch.isfinite(torch.cat([out, variance, mean.grad])).all()
+
+
+def test_moments_of_a_layer_are_those_of_products_of_independent_variables():
+    """(w_1 x_1 + ... + w_n) / sqrt(n) with Gaussian w: mean and variance by simulation."""
+    generator = torch.Generator().manual_seed(0)
+    mean = torch.randn(1, 1, 4, generator=generator, dtype=torch.float64)
+    variance = torch.rand(1, 1, 4, generator=generator, dtype=torch.float64)
+    x = torch.randn(1, 3, generator=generator, dtype=torch.float64)
+    found = moments([Weights(mean, variance)], x)
+    w = mean[0, 0] + variance[0, 0].sqrt() * torch.randn(400_000, 4, generator=generator, dtype=torch.float64)
+    drawn = w @ torch.cat([x[0], torch.ones(1, dtype=torch.float64)]) / 2
+    assert found[0].item() == pytest.approx(drawn.mean().item(), abs=5 * drawn.std().item() / math.sqrt(400_000))
+    assert found[1].item() == pytest.approx(drawn.var().item(), rel=0.02)
+
+
+def test_one_update_of_a_linear_network_is_bayes_rule():
+    """Without a hidden layer the output is Gaussian in w, and the matched moments are those of the exact posterior."""
+    network = PBP(1, 3, 2)
+    generator = torch.Generator().manual_seed(1)
+    mean = torch.randn(1, 1, 4, generator=generator, dtype=torch.float64)
+    variance = torch.rand(1, 1, 4, generator=generator, dtype=torch.float64)
+    network.layers = [Weights(mean.clone(), variance.clone())]
+    x, y = torch.randn(1, 3, generator=generator, dtype=torch.float64), torch.tensor([0.7], dtype=torch.float64)
+    network._learn_(x, y)
+    phi = torch.cat([x[0], torch.ones(1, dtype=torch.float64)]) / 2
+    noise = 6.0 / 5.0
+    prior = torch.diag(variance.flatten())
+    gain = prior @ phi / (phi @ prior @ phi + noise)
+    exact_mean = mean.flatten() + gain * (y - phi @ mean.flatten())
+    exact = prior - torch.outer(gain, phi @ prior)
+    torch.testing.assert_close(network.layers[0].mean.flatten(), exact_mean)
+    torch.testing.assert_close(network.layers[0].variance.flatten(), exact.diagonal())
+
+
+def test_refining_the_prior_keeps_a_weight_at_the_prior_where_it_was():
+    """A factor is divided out and put back: with weights at their start nothing but lambda's law can change."""
+    layers = [Weights(torch.zeros(2, 1, 2, dtype=torch.float64), torch.full((2, 1, 2), 1.2, dtype=torch.float64))]
+    factors = _PriorFactors(layers, 2, 1.2)
+    factors.refine_(layers)
+    assert (layers[0].variance > 0).all()
+    assert np.isfinite(factors.a).all()
+    assert np.isfinite(factors.b).all()
+
+
+def test_a_line_is_learned_with_its_noise_and_splits_do_not_touch_each_other():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 120, 1, generator=generator, dtype=torch.float64)
+    noise = 0.2 * torch.randn(2, 120, generator=generator, dtype=torch.float64)
+    y = torch.stack([x[0, :, 0], -x[1, :, 0]]) + noise
+    network = PBP(2, 1, 10)
+    network.fit_(x, y, epochs=8)
+    grid = torch.linspace(-1.5, 1.5, 9, dtype=torch.float64).reshape(1, 9, 1).repeat(2, 1, 1)
+    mean, variance = network.predict(grid)
+    torch.testing.assert_close(mean[0], grid[0, :, 0], rtol=0, atol=0.25)
+    torch.testing.assert_close(mean[1], -grid[1, :, 0], rtol=0, atol=0.25)
+    assert (variance > 0.01).all()
+    assert (variance < 0.4).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["yacht", "boston"])
+def test_the_published_errors_come_out(name):
+    """Within two standard errors of the difference, over all twenty published splits."""
+    if "PATCHBAYES_DATA" not in os.environ:
+        pytest.skip("the regression sets are not here: set PATCHBAYES_DATA")
+    stacks = read_splits(name, Path(os.environ["PATCHBAYES_DATA"]), range(SETS[name].splits))
+    errors = torch.cat([rmse_on_test(stack, SETS[name].hidden) for stack in stacks])
+    published, published_error = PUBLISHED[name]
+    error = float(errors.std()) / math.sqrt(len(errors))
+    assert abs(float(errors.mean()) - published) < 2 * math.hypot(error, published_error)
