@@ -1,28 +1,35 @@
 """bayesianize_ on the public CIFAR-100 ResNets: NLL, ECE and accuracy against the original and temperature scaling.
 
-Test images 0-3999 are the held-out data that choose jitter, spread and balance; the reference temperature is fitted on 0-4999;
-images 5000-9999 are scored. One record for each network and seed, results/bayesianize_<network>_seed<seed>.json, with rows
+Test images 0-4999 are the held-out data, of which bayesianize_ takes at random what it needs and which fit the temperature of
+the original too; images 5000-9999 are scored. One record for each network and seed,
+results/bayesianize_<network>_seed<seed>.json, with rows
 
-    original                the network as its makers left it
-    temperature             its logits divided by the temperature fitted on images 0-4999
-    bayesianized S=...      the averaged prediction of S draws
-    ... and temperature     the logarithm of that average divided by a temperature, fitted on images 4000-4999 at the same S
+    original                 the network as its makers left it
+    temperature              its logits divided by the temperature fitted on images 0-4999
+    bayesianized S=...       the averaged prediction of S draws, with the temperature that bayesianize_ gave it
+    mean network             the same network in one pass, with its own temperature
 
-and every ECE with the floor that a perfectly calibrated model of the same confidences scores by chance. --more-draws adds the
-rows of more draws on the first --images of the scored images, beside those of the others on the same images; --corruptions the
-rows (but the last) under corruption, on as many. --statistics updating lets the batch norms' statistics follow the training
-batches (the recipe freezes them); its record is called ..._updating.
+and with --views those of the plain network and of the draws on the same views, each with its temperature:
 
-    python benchmarks/bayesianize.py [--networks cifar_resnet20 cifar_resnet56] [--seeds 0 1 2] [--draws 20] [--epochs 0.5]
-                                     [--more-draws 200] [--corruptions gaussian_noise ...] [--severity 1] [--images 1000]
-                                     [--statistics updating] [--scored "test[5000:]"] [--data-dir FOLDER] [--results FOLDER]
+    views                    the plain network averaged over the views, a pass for each
+    bayesianized S=... views each draw on a view of its own
+
+(cpu_seconds of making it beside epoch_cpu_seconds, an epoch of ordinary training, both in time of the processor),
+and every ECE with the floor that a perfectly calibrated model of the same confidences scores by chance. --held-out-examples
+adds rows for networks made with so many held-out examples alone, --cost rows for networks whose draws may cost so many passes,
+--budget changes what learning may cost.
+
+    python benchmarks/bayesianize.py [--networks cifar_resnet20 cifar_resnet56] [--seeds 0 1 2] [--draws 20] [--views mirror]
+                                     [--held-out-examples 50 100 300 1000] [--cost 1.05 1.2 1.5 3] [--budget 40000]
+                                     [--scored "test[5000:]"] [--data-dir FOLDER] [--results FOLDER]
 """
 
 import argparse
+import copy
+import math
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -32,43 +39,34 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import patchbayes as pb
-from patchbayes import metrics, nets
-from patchbayes.bayesianizing import bayesianize_
-from patchbayes.data import CORRUPTIONS, ArraySplit, Dataset, Split, corrupt, read
+from patchbayes import metrics, nets, views
+from patchbayes.data import Dataset, Split, read
 
 BATCH = 128
+VIEWS = {"mirror": views.mirror, "shifts": views.shifts(), "crops": views.crops()}
 
 
 class Batches:
-    """Batches of a split that can be read again; with a seed shuffled and augmented, anew each time they are read.
+    """Batches of a split, or of its first images, that can be read again."""
 
-    The batch norms of `updating` are in training mode while they are read.
-    """
-
-    def __init__(self, data: Dataset, split: Split, seed: int | None = None, updating: nn.Module | None = None) -> None:
+    def __init__(self, data: Dataset, split: Split, most: int | None = None) -> None:
         self.data, self.split = data, split
-        self.norms = [] if updating is None else [m for m in updating.modules() if isinstance(m, nn.BatchNorm2d)]
-        self.generator = None if seed is None else torch.Generator().manual_seed(seed)
+        self.most = len(split) if most is None else min(most, len(split))
 
     def __len__(self) -> int:
-        return -(-len(self.split) // BATCH)
+        return -(-self.most // BATCH)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        order = None if self.generator is None else torch.randperm(len(self.split), generator=self.generator)
-        for norm in self.norms:
-            norm.train()
-        return self.data.batches(self.split, BATCH, order=order, augment=self.generator)
+        return self.data.batches(self.split, BATCH, order=torch.arange(self.most))
+
+    @property
+    def targets(self) -> Tensor:
+        return self.split.targets[: self.most]
 
 
-@torch.no_grad()
-def logits_of(model: nn.Module, batches: Batches) -> Tensor:
-    return torch.cat([model(inputs) for inputs, _ in batches])
-
-
-def average(model: nn.Module, batches: Batches, draws: int, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    parts = pb.predict_batches(model, batches, draws, generator=generator)
-    return torch.cat([part.log_probs for part in parts])
+def average(model: nn.Module, batches: Batches, draws: Any, seen: Any = None) -> Tensor:
+    """The averaged log-probabilities, with the temperature of the network's likelihood."""
+    return torch.cat([part.log_probs for part in pb.prediction.predict_batches(model, batches, draws, views=seen)])
 
 
 def row(log_probs: Tensor, targets: Tensor) -> dict[str, float]:
@@ -82,94 +80,100 @@ def row(log_probs: Tensor, targets: Tensor) -> dict[str, float]:
     }
 
 
+def paired(log_probs: Tensor, rival: Tensor, targets: Tensor) -> dict[str, float]:
+    """By how much the NLL is below a rival's, and the standard error of that over the images."""
+    gain = (log_probs - rival)[torch.arange(len(targets)), targets].double()
+    return {"gain": float(gain.mean()), "gain_error": float(gain.std() / math.sqrt(len(gain)))}
+
+
+def epoch_seconds(plain: nn.Module, data: Dataset, batches: int = 12) -> float:
+    """Processor seconds of an epoch of ordinary training on the 50,000 images, from a few batches of a copy, after two more."""
+    model = copy.deepcopy(plain).train()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9, nesterov=True, weight_decay=5e-4)
+    split = data.part("train")
+    source = data.batches(split, BATCH, order=torch.arange((batches + 2) * BATCH))
+    started, seen = 0.0, 0
+    for number, (inputs, targets) in enumerate(source):
+        if number == 2:
+            started, seen = time.process_time(), 0
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(inputs.to(memory_format=torch.channels_last)), targets).backward()
+        optimizer.step()
+        seen += len(targets)
+    return (time.process_time() - started) * len(split) / seen
+
+
 def measure(name: str, seed: int, data: Dataset, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    model = getattr(nets, name)()
-    model.load_state_dict(load_file(folder / "pretrained" / f"{name.replace('cifar_', 'cifar100_')}.safetensors"))
-    model.eval().to(memory_format=torch.channels_last)  # a fifth faster here
-    fitting, choosing, on_top = (data.part(part) for part in ("test[:5000]", "test[:4000]", "test[4000:5000]"))
-    scored = data.part(options.scored)
-    reference = metrics.fit_temperature(logits_of(model, Batches(data, fitting)), fitting.targets)
-    few = {"clean": first_images(data, options)}
-    few |= {c: corrupted(few["clean"], c, options.severity) for c in options.corruptions}
-    few_logits = {kind: logits_of(model, Batches(data, split)) for kind, split in few.items()}
-    rows = unpatched_rows(logits_of(model, Batches(data, scored)), scored.targets, reference)
-    updating = model if options.statistics == "updating" else None
-    start = time.perf_counter()
-    report = bayesianize_(
-        model, Batches(data, data.train, seed, updating), Batches(data, choosing), epochs=options.epochs, seed=seed
-    )
-    seconds = time.perf_counter() - start
-    print(report, flush=True)
+    plain = getattr(nets, name)()
+    plain.load_state_dict(load_file(folder / "pretrained" / f"{name.replace('cifar_', 'cifar100_')}.safetensors"))
+    plain.eval().to(memory_format=torch.channels_last)  # a fifth faster here
+    held_out, scored = Batches(data, data.part("test[:5000]")), Batches(data, data.part(options.scored))
+    targets = scored.targets
+    reference = metrics.fit_temperature(average(plain, held_out, "mean"), held_out.targets)
+    original = average(plain, scored, "mean")
+    scaled = metrics.apply_temperature(original, reference)
+    rows = {"original": row(original, targets), "temperature": row(scaled, targets)}
 
-    def temperature(draws: int) -> float:
-        return metrics.fit_temperature(average(model, Batches(data, on_top), draws, seed), on_top.targets)
+    def add(title: str, source: Batches, rival: Tensor, seen: Any = None, **more: Any) -> Any:
+        model = copy.deepcopy(plain)
+        start, worked = time.perf_counter(), time.process_time()
+        report = pb.bayesianize_(model, source, draws=options.draws, seed=seed, views=seen, **more)
+        seconds, worked = time.perf_counter() - start, time.process_time() - worked
+        print(report, flush=True)
+        log_probs = average(model, scored, options.draws, seen)
+        rows[title] = row(log_probs, targets) | paired(log_probs, rival, targets) | {"seconds": seconds}
+        rows[title]["cpu_seconds"] = worked
+        return model, report
 
-    rows |= patched_rows(model, Batches(data, scored), options.draws, seed, temperature(options.draws))
-    some = {kind: unpatched_rows(few_logits[kind], split.targets, reference) for kind, split in few.items()}
-    for kind, split in few.items():
-        some[kind] |= patched_rows(model, Batches(data, split), options.draws, seed)
-    for draws in options.more_draws:
-        some["clean"] |= patched_rows(model, Batches(data, few["clean"]), draws, seed, temperature(draws))
+    model, report = add(f"bayesianized S={options.draws}", held_out, scaled, budget=options.budget)
+    rows["mean network"] = row(average(model, scored, "mean"), targets)
     path = options.results / f".{name}_{seed}.patch"
     try:
         pb.save(model, path)
         size = path.stat().st_size
     finally:
         path.unlink(missing_ok=True)
+    for number in options.held_out_examples:
+        some = Batches(data, data.part("test[:5000]"), number)
+        few = metrics.fit_temperature(average(plain, some, "mean"), some.targets)
+        rows[f"temperature, {number} held out"] = row(metrics.apply_temperature(original, few), targets)
+        add(f"bayesianized S={options.draws} {number} held out", some, metrics.apply_temperature(original, few))
+    for cost in options.cost:
+        add(f"bayesianized S={options.draws} cost {cost:g}", held_out, scaled, predict_cost=cost)
+    if options.views:
+        seen = VIEWS[options.views]
+        fitted = metrics.fit_temperature(average(plain, held_out, "mean", seen), held_out.targets)
+        rival = metrics.apply_temperature(average(plain, scored, "mean", seen), fitted)
+        rows["views"] = row(rival, targets)
+        add(f"bayesianized S={options.draws} views", held_out, rival, seen)
+    found = report.calibration
     return {
         "network": name,
         "seed": seed,
         "settings": {
-            "method": "ECMP(5)",
-            "sites": "norm+output",
-            "epochs": options.epochs,
-            "batch": BATCH,
-            "statistics": options.statistics,
+            "method": "Spread(5)",
+            "sites": list(found.spread),
+            "budget": options.budget,
+            "draws": options.draws,
+            "views": options.views,
         },
-        "selection": "test[:4000]",
+        "selection": "test[:5000]",
         "scored": options.scored,
         "temperature": reference,
         "rows": rows,
-        "some": {"severity": options.severity, "images": options.images, "rows": some},
         "chosen": {
-            "jitter": report.jitter,
-            "spread": report.spread,
-            "balance": report.balance,
-            "kept": report.kept,
+            "spread": found.spread,
+            "temperature": found.temperature,
+            "draw_temperature": found.draw_temperature,
+            "mean_temperature": found.mean_temperature,
+            "kept": found.chosen,
         },
-        "tried": [asdict(trial) for trial in report.tried],
-        "training_loss": [report.first_loss, report.last_loss],
-        "seconds": report.seconds | {"all": seconds},
+        "passes": {"learning": found.passes, "scoring": found.scoring_passes},
+        "seconds": found.seconds | {"all": sum(found.seconds.values())},
+        "epoch_cpu_seconds": epoch_seconds(plain, data),
         "patch_file_bytes": size,
         "model_bytes": report.model_bytes,
     }
-
-
-def unpatched_rows(logits: Tensor, targets: Tensor, temperature: float) -> dict[str, dict[str, float]]:
-    return {
-        "original": row(torch.log_softmax(logits, -1), targets),
-        "temperature": row(metrics.apply_temperature(logits, temperature), targets),
-    }
-
-
-def patched_rows(
-    model: nn.Module, batches: Batches, draws: int, seed: int, temperature: float | None = None
-) -> dict[str, dict[str, float]]:
-    log_probs, targets = average(model, batches, draws, seed), batches.split.targets
-    rows = {f"bayesianized S={draws}": row(log_probs, targets)}
-    if temperature is not None:
-        tempered = row(metrics.apply_temperature(log_probs, temperature), targets)
-        rows[f"bayesianized S={draws} and temperature"] = tempered | {"temperature": temperature}
-    return rows
-
-
-def first_images(data: Dataset, options: argparse.Namespace) -> Split:
-    return ArraySplit(*data.part(options.scored).fetch(torch.arange(options.images)))
-
-
-def corrupted(split: Split, name: str, severity: int) -> Split:
-    images, targets = split.fetch(torch.arange(len(split)))
-    return ArraySplit(corrupt(images, name, severity), targets)
 
 
 def main() -> None:
@@ -177,12 +181,10 @@ def main() -> None:
     parser.add_argument("--networks", nargs="+", default=["cifar_resnet20", "cifar_resnet56"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--draws", type=int, default=20)
-    parser.add_argument("--more-draws", nargs="*", type=int, default=[])
-    parser.add_argument("--epochs", type=float, default=0.5)
-    parser.add_argument("--corruptions", nargs="*", default=[], choices=CORRUPTIONS)
-    parser.add_argument("--severity", type=int, default=1)
-    parser.add_argument("--images", type=int, default=1000)
-    parser.add_argument("--statistics", choices=("frozen", "updating"), default="frozen")
+    parser.add_argument("--budget", type=int, default=40_000)
+    parser.add_argument("--views", choices=VIEWS)
+    parser.add_argument("--held-out-examples", nargs="*", type=int, default=[])
+    parser.add_argument("--cost", nargs="*", type=float, default=[])
     parser.add_argument("--scored", default="test[5000:]")
     parser.add_argument("--data-dir", type=Path, default=os.environ.get("PATCHBAYES_DATA", "."))
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -197,13 +199,7 @@ def main() -> None:
             print(f"{name}, seed {seed}: {record['seconds']['all']:.0f} s")
             for title, values in record["rows"].items():
                 print(f"  {title:<36}" + "  ".join(f"{key} {value:.4f}" for key, value in values.items()), flush=True)
-            for title, values in record["some"]["rows"].items():
-                for which, scores in values.items():
-                    print(
-                        f"  {title:<18} {which:<20}" + "  ".join(f"{k} {v:.4f}" for k, v in scores.items()), flush=True
-                    )
-            ending = "_updating" if options.statistics == "updating" else ""
-            write_record(f"bayesianize_{name}_seed{seed}{ending}", record, options.results)
+            write_record(f"bayesianize_{name}_seed{seed}", record, options.results)
 
 
 if __name__ == "__main__":

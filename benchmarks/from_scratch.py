@@ -1,109 +1,222 @@
-"""Training from scratch at equal epochs: which defaults of EMP and ECMP keep up with the unpatched network.
+"""Training with patches against its rivals, by regime: all at equal epochs, calibrated on the same held-out examples.
 
-For each variant the accuracy, NLL, ECE and mutual information (what draws disagree on) of 20 draws on --scored, mean over
-seeds, and the record results/from_scratch_<data>.json. The variants change one thing at a time: how much of a gradient the
-components share, the learning rate of the patches, the jitter and whether it grows, independent starts, a draw per example.
+    fashion     2,000 images at 14 x 14, 40 epochs: the network fits them and is overconfident. The demo's regime.
+    underfit    the same images, 4 epochs: the network does not fit them yet. Noise can only hurt.
+    uci         Concrete, published splits, a network for mean and variance. (--data-dir)
+    cifar       CIFAR-100, 20 classes x 250 images at 16 x 16, no augmentation, 20 epochs: it overfits badly. (--data-dir)
+    intents     a pretrained MiniLM, fine-tuned to tell 150 intents apart, 10 requests each. (--data-dir)
 
-The default was chosen with seed 0 and test images 0-4999 of Fashion-MNIST and CIFAR-100; other seeds and images confirm it.
+Contestants: "plain" (the original network, temperature scaling, `bayesianize_`), "dropout:RATE" (20 draws and one pass),
+"mixed:NOISE" (patches as `pb.mixed` puts them, then `calibrate_`; 20 draws and one pass), "ensemble:MEMBERS".
 
-    python benchmarks/from_scratch.py --data fashion-mnist --epochs 2 --seeds 1 2 --scored "test[5000:]" [--variants emp ...]
+Where there are several rates or levels of noise, all are trained with the first seed, and the one with the least NLL on its
+held-out examples, in its better form, is trained with the others. The record keeps what was found.
+
+Each result is kept in --work as it comes, so that a stopped run goes on. At the end results/regime_<regime>.json is written;
+for "fashion" also the record that the demo shows.
+
+    python benchmarks/from_scratch.py --regime fashion --seeds 0 1 2 3 4
 """
 
 import argparse
+import json
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from records import write_record
+import torch.nn.functional as F
+import uci_regime
+from intents_regime import intents
+from records import RESULTS, write_record
 
-from patchbayes.evaluation.answers import class_answers
-from patchbayes.metrics import accuracy, expected_calibration_error, nll
-from patchbayes.training import TrainingConfig, train
+from patchbayes.cli.demo import RECORD
+from patchbayes.cli.demo_study import DRAWS, Material, contest, fashion, patched
+from patchbayes.data import read
+from patchbayes.files import write_atomically
+from patchbayes.nets import small_resnet
 
-COMPONENTS = 5
-
-
-def variants(lr: float, epochs: int) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {"vanilla": {"method": "vanilla"}, "dropout": {"method": "dropout"}}
-    for method in ("emp", "ecmp"):
-        changes: dict[str, dict[str, Any]] = {
-            method: {},
-            f"{method}, sharing 0.2": {"sharing": 0.2},
-            f"{method}, sharing 1": {"sharing": 1.0},
-            f"{method}, no sharing": {"sharing": 0.0},
-            f"{method}, no sharing, K lr": {"sharing": 0.0, "patch_lr": lr * COMPONENTS},
-            f"{method}, K lr": {"patch_lr": lr * COMPONENTS},
-            f"{method}, jitter 0.03": {"jitter": 0.03},
-            f"{method}, jitter 0.3": {"jitter": 0.3},
-            f"{method}, jitter grows": {"jitter_warmup": epochs / 2},
-            f"{method}, independent": {"init": "independent"},
-            f"{method}, draw per example": {"per_example": True},
-        }
-        found |= {name: {"method": method, **settings} for name, settings in changes.items()}
-    return found | {
-        f"{name}, sgd": {**found[name], "optimizer": "sgd", "lr": 0.1} for name in ("vanilla", "emp", "ecmp")
-    }
+DEMO = RESULTS.parent / "src" / "patchbayes" / "cli" / RECORD
+Results = dict[str, dict[str, Any]]
 
 
-def measure(settings: dict[str, Any], options: argparse.Namespace, seed: int) -> dict[str, float]:
-    with tempfile.TemporaryDirectory() as folder:
-        config = TrainingConfig(
-            data=options.data,
-            model=options.model,
-            epochs=options.epochs,
-            batch_size=options.batch,
-            objective="simplified",
-            seed=seed,
-            threads=1,
-            held_out=0.0,
-            report_epochs=options.epochs,
-            **{"lr": options.lr, **settings},
-        )
-        began = time.process_time()
-        run = train(config, Path(folder) / "run", quiet=True)
-        seconds = time.process_time() - began
-        data = run.dataset()
-        answers = class_answers(run.model("last"), data.batches(data.part(options.scored), 250), 20)
-    probs = answers.probs
-    return {
-        "accuracy": accuracy(probs, answers.targets),
-        "nll": nll(answers.log_probs, answers.targets),
-        "ece": expected_calibration_error(probs, answers.targets),
-        "mutual_information": float(answers.mutual_information.mean()),
-        "processor_seconds": seconds,
-    }
+@dataclass(frozen=True)
+class Regime:
+    """What is trained, for how long, and with which rates of dropout and levels of noise to choose from.
+
+    material   (seed, data_dir) -> data and networks. contest  (material, contestant, seed, epochs) -> rows.
+    step       (material, contestant) -> a training step, for its time.
+    """
+
+    epochs: int
+    material: Callable[[int, str | None], Any]
+    contest: Callable[[Any, str, int, int], dict[str, Any]]
+    step: Callable[[Any, str], Callable[[], None]]
+    rates: tuple[float, ...] = (0.02, 0.05, 0.1, 0.2, 0.3)
+    noises: tuple[float, ...] = (1.0,)
+
+
+def cifar(seed: int, data_dir: str | None) -> Material:
+    """20 classes x 250 training images, 1,000 others held out, the 2,000 test images of those classes; 16 x 16 pixels."""
+    data = read("cifar100", data_dir, held_out=0)
+    parts = []
+    for split in (data.train, data.test):
+        few = split.subset((split.targets < 20).nonzero().squeeze(1))
+        raw, classes = few.fetch(torch.arange(len(few)))
+        parts.append(((F.avg_pool2d(raw.float(), 2) / 255 - 0.48) / 0.26, classes))
+    (x, y), test = parts
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
+    ranks = torch.empty_like(order)
+    for number in range(20):
+        own = order[y[order] == number]
+        ranks[own] = torch.arange(len(own))
+    train, rest = order[ranks[order] < 250], order[ranks[order] >= 250][:1000]
+    return Material((x[train], y[train]), (x[rest], y[rest]), test, _network)
+
+
+def _network(seed: int) -> torch.nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return small_resnet(3, 20)
+
+
+def training_step(material: Material, contestant: str) -> Callable[[], None]:
+    """A training step of a contestant of `contest`."""
+    network = patched(material, contestant, 0).train()
+    optimizer = torch.optim.Adam(network.parameters(), material.learning_rate)
+    x, y = (part[: material.batch] for part in material.train)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(network(x), y).backward()
+        optimizer.step()
+
+    return step
+
+
+def _fashion(seed: int, _: str | None) -> Material:
+    return fashion(seed)
+
+
+def _clean_fashion(seed: int, _: str | None) -> Material:
+    return replace(fashion(seed, corrupted=1), corrupted={}, unfamiliar=None)
+
+
+REGIMES = {
+    "fashion": Regime(40, _fashion, contest, training_step),
+    "underfit": Regime(4, _clean_fashion, contest, training_step, rates=(0.02, 0.1), noises=(0.1,)),
+    "uci": Regime(
+        100,
+        uci_regime.concrete,
+        uci_regime.contest,
+        uci_regime.step,
+        rates=(0.02, 0.05, 0.1),
+        noises=(0.1, 0.5, 1.0),
+    ),
+    "cifar": Regime(20, cifar, contest, training_step, rates=(0.1, 0.2)),
+    "intents": Regime(6, intents, contest, training_step, rates=(0.1, 0.2)),
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", default="digits")
-    parser.add_argument("--model", default="small_cnn")
-    parser.add_argument("--epochs", type=int, default=30)
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--lr", type=float, default=0.003)
+    parser.add_argument("--regime", choices=REGIMES, default="fashion")
+    parser.add_argument(
+        "--rates", type=float, nargs="+", help="of dropout to choose from; those of the regime if not given"
+    )
+    parser.add_argument("--noises", type=float, nargs="+", help="to choose from; those of the regime if not given")
+    parser.add_argument("--members", type=int, default=0, help="of an ensemble to train besides")
+    parser.add_argument("--epochs", type=int, help="those of the regime, if not given")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--scored", default="test", help="the part of the data that is scored")
-    parser.add_argument("--variants", nargs="+")
+    parser.add_argument("--data-dir", help="where the data lies")
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "from_scratch")
+    parser.add_argument("--only-train", action="store_true", help="write no record yet")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    chosen = variants(options.lr, options.epochs)
-    if options.variants:
-        chosen = {name: chosen[name] for name in options.variants}
-    rows: dict[str, list[dict[str, float]]] = {}
-    for name, settings in chosen.items():
-        rows[name] = [measure(settings, options, seed) for seed in options.seeds]
-        columns = {key: [row[key] for row in rows[name]] for key in rows[name][0]}
-        texts = [
-            f"{key} {statistics.fmean(v):.4f}" + (f" ± {statistics.stdev(v):.4f}" if len(v) > 1 else "")
-            for key, v in columns.items()
-        ]
-        print(f"{name:<28} {'  '.join(texts)}", flush=True)
-    content = {key: value for key, value in vars(options).items() if key != "variants"}
-    name = f"from_scratch_{options.data.partition(':')[0].replace('-', '_')}"
-    print("written:", write_record(name, {"settings": content, "rows": rows}))
+    torch.set_flush_denormal(True)
+    regime = REGIMES[options.regime]
+    epochs = options.epochs or regime.epochs
+    first = options.seeds[0]
+    options.work.mkdir(parents=True, exist_ok=True)
+    made: dict[int, Any] = {}
+
+    def result(contestant: str, seed: int) -> dict[str, Any]:
+        file = options.work / f"{options.regime}_{epochs}_{seed}_{contestant.replace(':', '-')}.json"
+        if not file.exists():
+            if seed not in made:
+                made.clear()  # one at a time
+                made[seed] = regime.material(seed, options.data_dir)
+            write_atomically(file, json.dumps(regime.contest(made[seed], contestant, seed, epochs)).encode())
+        found: dict[str, Any] = json.loads(file.read_text())
+        print(f"seed {seed} {contestant}: " + _line(found), flush=True)
+        return found
+
+    search = {
+        "dropout": {rate: held_out(result(f"dropout:{rate:g}", first)) for rate in options.rates or regime.rates},
+        "mixed": {noise: held_out(result(f"mixed:{noise:g}", first)) for noise in options.noises or regime.noises},
+    }
+    rate, noise = (min(found, key=found.__getitem__) for found in search.values())
+    contestants = ["plain", f"mixed:{noise:g}", f"dropout:{rate:g}"]
+    contestants += [f"ensemble:{options.members}"] if options.members else []
+    seeds: list[Results] = [{name: result(name, seed) for name in contestants} for seed in options.seeds]
+    if options.only_train:
+        return
+    content = {
+        "epochs": epochs,
+        "draws": DRAWS,
+        "seed_numbers": options.seeds,
+        "search": {
+            kind: {f"{key:g}": round(value, 5) for key, value in found.items()} for kind, found in search.items()
+        },
+        "dropout_rate": rate,
+        "noise": noise,
+        "seeds": [{name: _rounded(one) for name, one in results.items()} for results in seeds],
+        "step_times": step_times(regime, regime.material(first, options.data_dir), contestants[:3]),
+    }
+    path = write_record(f"regime_{options.regime}", content)
+    if options.regime == "fashion":
+        write_atomically(DEMO, path.read_bytes())
+    print(f"wrote {path}")
+
+
+def held_out(result: dict[str, Any]) -> float:
+    """The NLL on held-out examples in the form, 20 draws or one pass, in which it is lower."""
+    return min(float(row["held_out_nll"]) for row in result["rows"].values())
+
+
+def step_times(regime: Regime, material: Any, contestants: list[str], rounds: int = 60) -> dict[str, float]:
+    """Processor time of a training step in units of the plain network's: the median over rounds in which all take turns."""
+    steps = {name: regime.step(material, name) for name in contestants}
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds):
+        for name, step in steps.items():
+            began = time.process_time()
+            step()
+            times[name].append(time.process_time() - began)
+    return {
+        name: round(statistics.median(t / plain for t, plain in zip(own[2:], times["plain"][2:], strict=True)), 3)
+        for name, own in times.items()
+    }
+
+
+def _rounded(content: Any) -> Any:
+    if isinstance(content, dict):
+        return {key: _rounded(value) for key, value in content.items()}
+    if isinstance(content, list):
+        return [_rounded(value) for value in content]
+    return round(content, 5) if isinstance(content, float) else content
+
+
+def _line(result: dict[str, Any]) -> str:
+    rows = [
+        " ".join([name, *(f"{key} {row[key]:.4f}" for key in ("accuracy", "rmse", "nll", "ece") if key in row)])
+        for name, row in result["rows"].items()
+    ]
+    return "; ".join(rows) + f" | {result['training_seconds']:.0f} s"
 
 
 if __name__ == "__main__":

@@ -12,11 +12,13 @@ All in one process; the calls of a cell take turns, and ratios are taken within 
 
 Where S passes take longer than the budget, as many as fit (at least ten) are timed: the loop's time is scaled by draws, the
 engine's by its counted arithmetic (marked ~). Parts: the grid; the regression network of the UCI sets, enumerated, against
-loops of 200 and of the paper's 10,000 draws; other libraries (`rivals.py`). Early stopping writes a record of its own.
+loops of 200 and of the paper's 10,000 draws; a BERT of MiniLM's size; an output layer of 1,000 classes over several batches;
+other libraries (`rivals.py`). BERT and the output layer are timed by the processor's clock, on one thread. Early stopping
+writes a record of its own.
 
     python benchmarks/prediction.py [--networks mlp ...] [--sites last ...] [--methods emp ...] [--batch 8 ...]
-                                    [--draws 200 ...] [--parts grid uci rivals] [--budget 0.75] [--results FOLDER]
-    python benchmarks/prediction.py --early-stopping [--data-dir FOLDER] [--results FOLDER]
+                                    [--draws 200 ...] [--parts grid uci bert head rivals] [--budget 0.75] [--results FOLDER]
+    python benchmarks/prediction.py --early-stopping [--images 64] [--rounds 5] [--data-dir FOLDER] [--results FOLDER]
 """
 
 import argparse
@@ -24,9 +26,11 @@ import itertools
 import math
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +39,13 @@ import rivals
 import torch
 from records import RESULTS, write_record
 from safetensors.torch import load_file
-from subjects import METHODS, NETWORKS, Subject
+from subjects import METHODS, NETWORKS, Subject, torchvision_operators
 from timing import Part, draws_to_time, in_turn, part_of, plan_of, quotients, summary, times
 from torch import Tensor
 
 import patchbayes as pb
-from patchbayes.nets import cifar_resnet20, mlp
+from patchbayes.nets import cifar_resnet20, mlp, resnet18
+from patchbayes.prediction.predict import MOST_DRAWS
 
 FILTERS: dict[str, list[Any]] = {
     "networks": list(NETWORKS),
@@ -48,8 +53,9 @@ FILTERS: dict[str, list[Any]] = {
     "methods": list(METHODS),
     "batch": [1, 8, 64],
     "draws": [1, 20, 200],
-    "parts": ["grid", "uci", "rivals"],
+    "parts": ["grid", "uci", "bert", "head", "rivals"],
 }
+BERT_SITES = {"output": "output", "norms of the last layer": "*encoder.layer.5*LayerNorm", "norm+output": "norm+output"}
 ERROR_DRAWS = 200  # of the loop whose error is to be reached
 PAPER_DRAWS = 10_000  # of the regression experiments
 RIVAL_BATCH = 8
@@ -77,10 +83,10 @@ def _cells(subject: Subject, draws: pb.Draws, timed: int, numbers: list[int], bu
     }
     parts = {number: part_of(model, x, draws[:number], timed) for number in numbers}
     for part in parts.values():  # the same call where as many draws are timed
-        calls[f"engine {part.num_timed}"] = partial(pb.predict, model, x, part.draws)
+        calls[f"engine {part.num_timed}"] = partial(pb.predict, model, x, part.draws, engine="graph")
     own = own_choice(subject, max(_BLOCK, int(budget / subject.one_pass))) if ERROR_DRAWS in numbers else None
     if own is not None:
-        calls["own"] = partial(pb.predict, model, x, own.draws)
+        calls["own"] = partial(pb.predict, model, x, own.draws, engine="graph")
     seconds = in_turn(calls, budget, fewest=2 if timed * subject.one_pass > _LONG else 3)
     cells = []
     for number, part in parts.items():
@@ -106,7 +112,7 @@ def own_choice(subject: Subject, most_passes: int) -> Part:
         return part_of(model, x, ERROR_DRAWS, most_passes)
     few = x[:_PROBE_INPUTS]
     loop = _size(pb.predict(model, few, pb.Draws.sample(model, _PROBE_DRAWS)).standard_error)
-    mine = _size(pb.predict(model, few, _PROBE_DRAWS).standard_error)
+    mine = _size(pb.predict(model, few, _PROBE_DRAWS, engine="graph").standard_error)
     needed = ERROR_DRAWS * (mine / loop) ** 2
     return part_of(model, x, _BLOCK * max(1, math.ceil(needed / _BLOCK)), most_passes)
 
@@ -133,7 +139,7 @@ def measure_uci(batch: int, budget: float) -> dict[str, Any]:
         torch.manual_seed(0)
         model, x = mlp(13).eval(), torch.randn(batch, 13)
         pb.patch_(model, METHODS["emp"], "norm")
-    likelihood, draws = pb.Gaussian(precision=0.1), pb.Draws.sample(model, ERROR_DRAWS)
+    likelihood, draws = pb.likelihoods.Gaussian(precision=0.1), pb.Draws.sample(model, ERROR_DRAWS)
     exact = pb.predict(model, x, "exact", likelihood=likelihood)
     calls: dict[str, Callable[[], Any]] = {
         "exact": partial(pb.predict, model, x, "exact", likelihood=likelihood),
@@ -148,23 +154,88 @@ def measure_uci(batch: int, budget: float) -> dict[str, Any]:
     return row | summary("paper_ratio", quotients(seconds["exact"], paper_loop))
 
 
+def measure_bert(sites: str, budget: float, draws: int = 20, batch: int = 8, length: int = 32) -> dict[str, Any]:
+    """A BERT of six layers and 384 units (random weights): the engine against S passes of the unpatched network."""
+    _operators = torchvision_operators()
+    import transformers
+
+    config = transformers.BertConfig(
+        vocab_size=1000,
+        hidden_size=384,
+        num_hidden_layers=6,
+        num_attention_heads=12,
+        intermediate_size=1536,
+        num_labels=3,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        unpatched = transformers.BertForSequenceClassification(config).eval()
+        model = transformers.BertForSequenceClassification(config).eval()
+        pb.patch_(model, METHODS["ecmp"], BERT_SITES[sites])
+        tokens = torch.randint(1000, (batch, length))
+    chosen = pb.Draws.sample(model, draws)
+
+    def passes() -> None:
+        with torch.inference_mode():
+            for _ in range(draws):
+                unpatched(tokens)
+
+    calls: dict[str, Callable[[], Any]] = {
+        "unpatched": passes,
+        "loop": partial(pb.predict, model, tokens, chosen, engine="loop"),
+        "engine": partial(pb.predict, model, tokens, chosen, engine="graph"),
+    }
+    plan = pb.predict(model, tokens, chosen, engine="graph").plan
+    seconds = in_turn(calls, budget, clock=time.process_time)
+    row: dict[str, Any] = {"sites": sites, "batch": batch, "length": length, "draws": draws, "work": plan.floor}
+    for name, some in seconds.items():
+        row |= summary(name, some)
+    row |= summary("passes", times(draws, quotients(seconds["engine"], seconds["unpatched"])))
+    return row | summary("ratio", quotients(seconds["engine"], seconds["loop"]))
+
+
+def measure_head(budget: float, draws: int = 20, batch: int = 8, batches: int = 6) -> dict[str, Any]:
+    """A ResNet-18 for 224 pixels with only its output layer of 1,000 classes patched, over all batches of one prediction."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        unpatched, model = resnet18(1000).eval(), resnet18(1000).eval()
+        pb.patch_(model, METHODS["ecmp"], "output")
+        inputs = [torch.randn(batch, 3, 224, 224) for _ in range(batches)]
+
+    def passes() -> None:
+        with torch.inference_mode():
+            for x in inputs:
+                unpatched(x)
+
+    def predictions() -> None:
+        for _ in pb.predict_batches(model, inputs, draws, engine="graph"):
+            pass
+
+    predictions()
+    seconds = in_turn({"unpatched": passes, "engine": predictions}, budget, clock=time.process_time)
+    row: dict[str, Any] = {"batch": batch, "batches": batches, "draws": draws}
+    row |= summary("unpatched", seconds["unpatched"]) | summary("engine", seconds["engine"])
+    return row | summary("passes", quotients(seconds["engine"], seconds["unpatched"]))
+
+
 def measure_early_stopping(
-    folder: Path, num_images: int = 64, num_draws: int = 200, tolerance: float = 0.005, rounds: int = 5
+    folder: Path, num_images: int = 64, tolerance: float = 0.01, rounds: int = 5
 ) -> dict[str, Any]:
-    """A network trained on CIFAR-100 by others, patched, on test images: stopping at a tolerance against all draws."""
+    """A network trained on CIFAR-100 by others, patched, on test images: draws="auto" against all that it may take."""
     model = cifar_resnet20(100).eval()
     model.load_state_dict(load_file(folder / "pretrained" / "cifar100_resnet20.safetensors"))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         pb.patch_(model, pb.ECMP(5, jitter=0.12), "norm+output")
     x = cifar100_test_images(folder, num_images)
-    every = pb.predict(model, x, num_draws)
-    stopped = pb.predict(model, x, num_draws, tolerance=tolerance)
+    num_draws = MOST_DRAWS
+    every = pb.predict(model, x, num_draws, engine="graph")
+    stopped = pb.predict(model, x, "auto", tolerance=tolerance, engine="graph")
     calls: dict[str, Callable[[], Any]] = {
-        "all": partial(pb.predict, model, x, num_draws),
-        "stopped": partial(pb.predict, model, x, num_draws, tolerance=tolerance),
+        "all": partial(pb.predict, model, x, num_draws, engine="graph"),
+        "stopped": partial(pb.predict, model, x, "auto", tolerance=tolerance, engine="graph"),
     }
-    seconds = in_turn(calls, 0, fewest=rounds)
+    seconds = in_turn(calls, 0, fewest=rounds, clock=time.process_time)
     used = stopped.draws_used.double() / every.plan.heads
     top = every.probs.argmax(-1, keepdim=True)
     change = (stopped.probs - every.probs).gather(-1, top).abs()
@@ -196,7 +267,7 @@ def main(words: Sequence[str] | None = None) -> None:
     arguments = parse(words)
     warnings.simplefilter("ignore")
     if arguments.early_stopping:
-        content = measure_early_stopping(data_folder(arguments.data_dir))
+        content = measure_early_stopping(data_folder(arguments.data_dir), arguments.images, rounds=arguments.rounds)
         print(
             "tolerance {tolerance}: {draws_used:.1f} of {draws} draws on average, {ratio:.3f} of the time".format(
                 **content
@@ -212,6 +283,20 @@ def main(words: Sequence[str] | None = None) -> None:
         for batch in arguments.batch:
             content["uci"].append(measure_uci(batch, arguments.budget))
             show_uci(content["uci"][-1])
+    if "bert" in arguments.parts and find_spec("transformers"):
+        rivals.define_torchvision_operators()  # which transformers imports
+        content["bert"] = [measure_bert(sites, arguments.budget) for sites in BERT_SITES]
+        for row in content["bert"]:
+            print(
+                "BERT, {sites}: {passes:.2f} passes for {draws} draws, {ratio:.3f} of the loop".format(**row),
+                flush=True,
+            )
+    if "head" in arguments.parts:
+        content["head"] = row = measure_head(arguments.budget)
+        print(
+            "output of 1,000 classes: {passes:.2f} passes for {draws} draws of {batches} batches".format(**row),
+            flush=True,
+        )
     if "rivals" in arguments.parts:
         content["rivals"] = []
         numbers = [number for number in arguments.draws if number > 1]
@@ -229,6 +314,8 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
         parser.add_argument(f"--{name}", nargs="+", type=type(values[0]), default=values, choices=choices)
     parser.add_argument("--budget", type=float, default=0.75, help="seconds for a timing")
     parser.add_argument("--early-stopping", action="store_true", help="measure that, and nothing else")
+    parser.add_argument("--images", type=int, default=64, help="for --early-stopping: test images")
+    parser.add_argument("--rounds", type=int, default=5, help="for --early-stopping: how often both are timed")
     parser.add_argument("--data-dir", type=Path, help="for --early-stopping; else the environment's PATCHBAYES_DATA")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the record")
     arguments = parser.parse_args(words)

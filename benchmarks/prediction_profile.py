@@ -59,8 +59,7 @@ def _kind(name: str) -> str:
 def measure(network: str, sites: str, method: str, batch: int, draws: int) -> dict[str, Any]:
     subject = Subject.make(network, sites, method, batch)
     chosen = pb.Draws.sample(subject.model, draws)
-    for _ in range(3):  # traced, calibrated and recorded
-        plan = pb.predict(subject.model, subject.x, chosen).plan
+    plan = pb.predict(subject.model, subject.x, chosen, engine="graph").plan
     passes = max(1, math.ceil(plan.floor * draws))
     return {
         "network": network,
@@ -69,8 +68,7 @@ def measure(network: str, sites: str, method: str, batch: int, draws: int) -> di
         "batch": batch,
         "draws": draws,
         "chunk": plan.chunk,
-        "folded": plan.folded,
-        "engine": shares(partial(pb.predict, subject.model, subject.x, chosen)),
+        "engine": shares(partial(pb.predict, subject.model, subject.x, chosen, engine="graph")),
         "floor_passes": passes,
         "floor": shares(partial(subject.passes, passes)),
     }

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from regime_tables import before_and_after, front, regimes
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -199,11 +201,109 @@ def _times(row: dict[str, Any]) -> str:
 def early_stopping(record: dict[str, Any]) -> str:
     low, high = record["ratio_quartiles"]
     return (
-        f"`tolerance={record['tolerance']}, draws={record['draws']}` on {record['inputs']} test images of CIFAR-100 and a "
+        f"`draws='auto', tolerance={record['tolerance']}` on {record['inputs']} test images of CIFAR-100 and a "
         f"ResNet-20 that others trained ({record['method']}, norm and output patched): {record['draws_used']:.0f} draws for an "
         f"input on average, {record['inputs_with_all_draws']} inputs take all {record['draws']}; {record['ratio']:.2f} of the "
         f"time of all draws (quartiles {low:.2f}-{high:.2f}, {record['rounds']} rounds), and no top probability moves by more "
         f"than {record['largest_change_of_top']:.3f}. Measured {_circumstances(record)}. Command: `{record['command']}`."
+    )
+
+
+def serving(record: dict[str, Any]) -> str:
+    lines = [
+        "| batch | clients | | p50 ms | p99 ms | times plain | answers a second | resident MB |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    rows = [row for row in record["rows"] if "unavailable" not in row]
+    for row in sorted(rows, key=lambda row: (row["batch"], row["clients"])):
+        ratio = f"{row['times_plain']:.2f}" if "times_plain" in row else "1"
+        lines.append(
+            f"| {row['batch']} | {row['clients']} | {row['name']} | {1e3 * row['p50']:.3g} | {1e3 * row['p99']:.3g} | {ratio} "
+            f"| {row['per_second']:.3g} | {row['resident'] / 1e6:.0f} |"
+        )
+    missing = "".join(f" {row['name']}: {row['unavailable']}." for row in record["rows"] if "unavailable" in row)
+    text = f"ResNet-20, 32 px, {record['draws']} draws, one torch thread a request, on a core shared with other work."
+    return "\n".join(
+        [*lines, "", f"{text} Measured {_circumstances(record)}.{missing} Command: `{record['command']}`."]
+    )
+
+
+def capture(record: dict[str, Any]) -> str:
+    lines = [
+        "| library | networks | captured | first call, median s | slowest | largest difference to the loop |",
+        "|---|---|---|---|---|---|",
+    ]
+    rows = record["rows"]
+    for library in dict.fromkeys(row["library"] for row in rows):
+        own = [row for row in rows if row["library"] == library]
+        done = [row for row in own if row["captured"]]
+        slowest = max(done, key=lambda row: row["first_call_seconds"])
+        lines.append(
+            f"| {library} | {len(own)} | {len(done)} | {statistics.median(row['first_call_seconds'] for row in done):.1f} "
+            f"| {slowest['first_call_seconds']:.1f} ({slowest['network']}) "
+            f"| {max(row['largest_difference'] for row in done):.1e} |"
+        )
+    refused = "".join(f" {row['network']}: {row['reason']}." for row in rows if not row["captured"])
+    text = "Norms and output patched, two draws; seconds of the processor for the first call. Measured"
+    return "\n".join([*lines, "", f"{text} {_circumstances(record)}.{refused} Command: `{record['command']}`."])
+
+
+def before_after(record: dict[str, Any]) -> str:
+    """Two versions of the engine against their loops, by network."""
+    lines = [
+        "| network | cells | engine / loop, median: before, now | worst: before, now | above 1.05: before, now "
+        "| now / before, median |",
+        "|---|---|---|---|---|---|",
+    ]
+    cells = record["cells"]
+    groups = {
+        NAMES[name]: [c for c in cells if c["network"] == name] for name in dict.fromkeys(c["network"] for c in cells)
+    }
+    for name, some in {**groups, "all": cells}.items():
+        before, after = ([cell[key] for cell in some] for key in ("ratio_before", "ratio"))
+        lines.append(
+            f"| {name} | {len(some)} | {statistics.median(before):.3f}, {statistics.median(after):.3f} "
+            f"| {max(before):.3f}, {max(after):.3f} | {sum(b > 1.05 for b in before)}, {sum(a > 1.05 for a in after)} "
+            f"| {statistics.median(cell['after_before'] for cell in some):.2f} |"
+        )
+    numbers = ", ".join(str(n) for n in sorted({cell["draws"] for cell in cells}))
+    batches = ", ".join(str(n) for n in sorted({cell["batch"] for cell in cells}))
+    text = (
+        f"The engine of 0.1 (commit {record['before']}) and that on the captured graph, taking turns in one run; norms and "
+        f"output or the last block patched, EMP and ECMP, batch {batches}, S = {numbers}, the same independent draws as the "
+        f"loop; seconds of the processor, {_circumstances(record)}. Command: `{record['command']}`."
+    )
+    return "\n".join([*lines, "", text])
+
+
+def large(record: dict[str, Any]) -> str:
+    """BERT, and an output layer of 1,000 classes."""
+    lines = ["| network, patched | S | passes for S draws (quartiles) | of the loop |", "|---|---|---|---|"]
+    for row in record["bert"]:
+        low, high = row["passes_quartiles"]
+        lines.append(
+            f"| BERT, 6 layers of 384, {row['sites']} | {row['draws']} | {row['passes']:.2f} ({low:.2f}-{high:.2f}) "
+            f"| {row['ratio']:.3f} |"
+        )
+    head = record["head"]
+    low, high = head["passes_quartiles"]
+    lines.append(
+        f"| ResNet-18, 224 px, output of 1,000 classes, {head['batches']} batches | {head['draws']} "
+        f"| {head['passes']:.2f} ({low:.2f}-{high:.2f}) for each batch | |"
+    )
+    text = f"ECMP, batch 8, in passes of the unpatched network; seconds of the processor, {_circumstances(record)}."
+    return "\n".join([*lines, "", f"{text} Command: `{record['command']}`."])
+
+
+def resident(record: dict[str, Any]) -> str:
+    rows = {row["name"]: row for row in record["rows"]}
+    more = (rows["graph"]["end"] - rows["plain"]["end"]) / 1e6
+    grown = (rows["graph"]["end"] - rows["graph"]["start"]) / 1e6
+    return (
+        f"Resident memory after {record['predictions']:,} predictions of 1 to 200 images each, {record['draws']} draws of a "
+        f"small CNN: {more:.0f} MB above that of as many plain passes ({grown:.0f} MB more than after the first "
+        f"prediction, which loads `torch.export`). Measured {_circumstances(record)}. "
+        f"Command: `{record['command']}`."
     )
 
 
@@ -224,18 +324,58 @@ def bayesianize(records: list[dict[str, Any]]) -> str:
             lines.append(f"| {network} | {title} | {' | '.join(cells)} |")
     seeds = ", ".join(str(seed) for seed in sorted({record["seed"] for record in records}))
     minutes = ", ".join(f"{record['seconds']['all'] / 60:.0f}" for record in records)
+    passes = max(record["passes"]["learning"] for record in records)
+    scoring = max(record["passes"]["scoring"] for record in records)
     sizes = {_network(record): record["patch_file_bytes"] / record["model_bytes"] for record in records}
-    share = " and ".join(f"{100 * size:.0f} % ({name})" for name, size in sizes.items())
+    share = " and ".join(f"{100 * size:.1f} % ({name})" for name, size in sizes.items())
     lines += [
         "",
-        "CIFAR-100, networks trained by others; test images 0-3999 choose the spread, 4000-4999 fit the temperature on top, "
-        "0-4999 that of the original, 5000-9999 are "
+        "CIFAR-100, networks trained by others; of the test images 0-4999, 1,500 by chance choose spread and temperatures (the "
+        "temperature of the original is fitted to all 5,000), 5000-9999 are "
         f"scored. Mean over the seeds {seeds}, ± the largest distance from it; the floor "
         "is what a perfectly calibrated network would score by chance. The patch file has the size of "
-        f"{share} of the network. One core, shared with other work, {minutes} minutes; {_circumstances(records[0])}. "
+        f"{share} of the network. At most {passes:,} image-passes to choose and {scoring:,} for the last scores; one core, "
+        f"shared with much other work, {minutes} minutes; {_circumstances(records[0])}. "
         "Command: `python benchmarks/bayesianize.py`.",
     ]
     return "\n".join(lines)
+
+
+def trained(records: list[dict[str, Any]]) -> str:
+    """One sentence: NLL of the public CIFAR-100 networks, with a temperature alone and with draws."""
+    parts = []
+    for network in dict.fromkeys(_network(record) for record in records):
+        rows = [record["rows"] for record in records if _network(record) == network]
+        before, after = (
+            statistics.fmean(row[title]["nll"] for row in rows) for title in ("temperature", "bayesianized S=20")
+        )
+        parts.append(f"{before:.3f} to {after:.3f} ({network.replace('resnet', 'ResNet-')})")
+    seeds = len({record["seed"] for record in records})
+    return f"NLL on CIFAR-100, from temperature scaling to this: {', '.join(parts)}; {seeds} seeds ([guide](docs/guide.md))."
+
+
+def pairs(record: dict[str, Any]) -> str:
+    """Small networks of many kinds: NLL on fresh data, mean over seeds, and the gain with its paired standard error."""
+    lines = [
+        "| network and data | best temperature | original | temperature scaling | `bayesianize_` | gain | chosen |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, rows in record["rows"].items():
+        nll = [f"{statistics.fmean(row['nll'][kind] for row in rows):.4f}" for kind in rows[0]["nll"]]
+        gain = statistics.fmean(row["gain"] for row in rows)
+        error = statistics.fmean(row["gain_error"] ** 2 for row in rows) ** 0.5 / len(rows) ** 0.5
+        temperature = statistics.fmean(row["temperature"] for row in rows)
+        chosen = ", ".join(row["chosen"] for row in rows)
+        lines.append(f"| {name} | {temperature:.2f} | {' | '.join(nll)} | {gain:.4f} ± {error:.4f} | {chosen} |")
+    seeds = ", ".join(map(str, record["seeds"]))
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"NLL on data that neither has seen, mean over the seeds {seeds} (of the training too), ± the standard error of "
+            f"the paired gain. Measured {_circumstances(record)}. Command: `{record['command']}`.",
+        ]
+    )
 
 
 def from_scratch(records: list[dict[str, Any]]) -> str:
@@ -266,19 +406,6 @@ def _network(record: dict[str, Any]) -> str:
     return str(record["benchmark"].removeprefix("bayesianize_cifar_").partition("_seed")[0])
 
 
-def batch_norm_statistics(records: list[dict[str, Any]]) -> str:
-    """Patches trained with the batch norms' running statistics frozen or updating, on the held-out data."""
-    lines = ["| running statistics while the patches train | NLL | ECE | accuracy |", "|---|---|---|---|"]
-    for record in records:
-        scores = record["tried"][-1]["scores"]
-        cells = f"{scores['nll']:.4f} | {100 * scores['ece']:.2f} % | {100 * scores['accuracy']:.2f} %"
-        lines.append(f"| {record['settings']['statistics']} | {cells} |")
-    commands = "; ".join(f"`{record['command']}` (commit {record['commit']})" for record in records)
-    return "\n".join(
-        [*lines, "", f"ResNet-20 on CIFAR-100, seed 0, scored on the held-out images. Commands: {commands}."]
-    )
-
-
 def _mean_and_reach(values: list[float], digits: int, unit: str) -> str:
     mean = statistics.fmean(values)
     reach = max(abs(value - mean) for value in values)
@@ -287,14 +414,18 @@ def _mean_and_reach(values: list[float], digits: int, unit: str) -> str:
 
 def _circumstances(record: dict[str, Any]) -> str:
     machine = record["machine"]
-    return f"on {machine['processor']}, {machine['threads']} threads, commit {record['commit']}"
+    threads = "1 thread" if machine["threads"] == 1 else f"{machine['threads']} threads"
+    return f"on {machine['processor']}, {threads}, commit {record['commit']}"
 
 
 #: Pages with tables, and the tables that they can hold with the record each is made from.
-PAGES = ("README.md", "docs/prediction.md", "docs/training.md")
+PAGES = ("README.md", "docs/guide.md", "docs/costs.md", "docs/prediction.md", "docs/training.md")
 TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "bayesianize": ("bayesianize_*_seed?", bayesianize),
-    "batch_norm_statistics": ("bayesianize_cifar_resnet20_seed0*", batch_norm_statistics),
+    "trained": ("bayesianize_*_seed?", trained),
+    "pairs": ("pairs", pairs),
+    "front": ("regime_fashion", front),
+    "regimes": ("regime_*", regimes),
     "from_scratch": ("from_scratch_*", from_scratch),
     "training_overhead": ("training_overhead", training_overhead),
     "prediction": ("prediction", prediction),
@@ -303,6 +434,17 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "prediction_profile": ("prediction_profile", prediction_profile),
     "rivals": ("prediction", rivals),
     "early_stopping": ("early_stopping", early_stopping),
+    "serving": ("serving", serving),
+    "capture": ("capture", capture),
+    "before_after": ("before_after", before_after),
+    "large": ("prediction_bert_head", large),
+    "resident": ("resident", resident),
+}
+
+
+#: Pictures, and the record that each is made from.
+PICTURES: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "docs/figures/reliability.svg": ("regime_fashion", before_and_after)
 }
 
 
@@ -322,9 +464,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="only say whether README.md is up to date")
     check = parser.parse_args().check
-    for path in (ROOT / page for page in PAGES):
-        before = path.read_text()
-        after = render(before)
+    pages = {ROOT / page: render((ROOT / page).read_text()) for page in PAGES}
+    for picture, (record, draw) in PICTURES.items():
+        pages[ROOT / picture] = draw(json.loads((ROOT / "results" / f"{record}.json").read_text()))
+    for path, after in pages.items():
+        before = path.read_text() if path.exists() else ""
         if check and before != after:
             sys.exit(f"{path.name} differs from the records: run python benchmarks/readme_tables.py")
         if not check:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -124,6 +125,8 @@ def define_torchvision_operators() -> None:
 
     Its import asks for two operators of that part; a schema is enough, since nothing here computes with them.
     """
+    if find_spec("torchvision") is None:
+        return
     try:
         import torchvision  # noqa: F401
     except RuntimeError as error:

@@ -1,8 +1,10 @@
 """What is measured: networks with untrained weights, before and after patching, and a batch of random inputs."""
 
+import importlib.util
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,3 +53,13 @@ def _seconds_of_a_pass(network: nn.Module, x: Tensor) -> float:
         began = time.perf_counter()
         network(x)
     return time.perf_counter() - began
+
+
+def torchvision_operators() -> Any:
+    """Beside a CPU-only torch the compiled part of torchvision does not load; its import needs the two names only."""
+    if importlib.util.find_spec("torchvision") is None or hasattr(torch.ops.torchvision, "nms"):
+        return None
+    library = torch.library.Library("torchvision", "DEF")
+    for name in ("nms", "qnms"):
+        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    return library

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import patchbayes as pb
-from patchbayes.draws import network_of
+from patchbayes.patching.network import network_of
 from patchbayes.prediction.engine import Engine
-from patchbayes.prediction.loop import undisturbed
 from patchbayes.prediction.plan import Plan
 from patchbayes.prediction.predict import make_draws
 
@@ -20,10 +19,16 @@ FEWEST_DRAWS = 10  # timed, whatever the budget
 _MOST_ROUNDS = 101
 
 
-def in_turn(calls: Mapping[str, Callable[[], Any]], enough: float, fewest: int = 3) -> dict[str, list[float]]:
+def in_turn(
+    calls: Mapping[str, Callable[[], Any]],
+    enough: float,
+    fewest: int = 3,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, list[float]]:
     """Seconds of every call in every round. The calls take turns, so that the machine's noise hits all alike.
 
-    Rounds go on until `enough` seconds are spent, at least `fewest`; every second round runs backwards.
+    Rounds go on until `enough` seconds are spent, at least `fewest`; every second round runs backwards. With the clock
+    `time.process_time`, and one thread, other processes on the machine count little.
     """
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     began = time.perf_counter()
@@ -31,9 +36,9 @@ def in_turn(calls: Mapping[str, Callable[[], Any]], enough: float, fewest: int =
         if number >= fewest and time.perf_counter() - began > enough:
             break
         for name in list(calls) if number % 2 == 0 else list(calls)[::-1]:
-            start = time.perf_counter()
+            start = clock()
             calls[name]()
-            seconds[name].append(time.perf_counter() - start)
+            seconds[name].append(clock() - start)
     return seconds
 
 
@@ -96,12 +101,12 @@ def part_of(model: nn.Module, x: Tensor, draws: int | pb.Draws, most_passes: int
 
 
 def plan_of(model: nn.Module, x: Tensor, draws: int | pb.Draws) -> Plan:
-    """The plan of `predict(model, x, draws)`, from its first results only. Traces and calibrates, as the first call does."""
+    """The plan of `predict(model, x, draws)`, from its first results only. Captures the network, if that was not done."""
     network = network_of(model)
     examples = torch.arange(len(x))
-    with undisturbed(model, network), torch.inference_mode():
+    with torch.inference_mode():
         chosen = make_draws(model, network, draws, "balanced", None)
-        machine = Engine(model, network, chosen, compile=False, memory_limit=None, by_loop=False)
+        machine = Engine(model, network, chosen, mode="graph", memory_limit=None)
         if isinstance(draws, int):
             machine.marginalize_head_(x, examples, _as_it_is)
         next(machine.outputs(x, examples, _as_it_is))

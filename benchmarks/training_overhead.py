@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from records import write_record
 
 import patchbayes as pb
-from patchbayes.experiments.training_cost import in_turn, ratio_quartiles
 from patchbayes.nets import resnet18
+from patchbayes_reproduce.training_cost import in_turn, ratio_quartiles
 
 METHODS = {"vanilla": None, "emp": pb.EMP(5), "ecmp": pb.ECMP(5), "dropout": pb.Dropout(0.005)}
 NUM_DATA = 50_000

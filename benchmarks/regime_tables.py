@@ -1,0 +1,136 @@
+"""Tables and the picture of training by regime, from the records of benchmarks/from_scratch.py."""
+
+import math
+import statistics
+from typing import Any
+
+from patchbayes.cli.demo_table import form_of_dropout, titled
+from patchbayes.cli.reliability import reliability_picture
+from patchbayes.metrics.student import two_sided_p
+
+_TITLES = {
+    "regime_fashion": "Fashion-MNIST, 2,000 images at 14 x 14",
+    "regime_underfit": "the same images, under-fitted",
+    "regime_uci": "Concrete, published splits",
+    "regime_cifar": "CIFAR-100, 20 classes x 250 images at 16 x 16",
+    "regime_intents": "MiniLM, 150 intents x 10 requests",
+}
+
+
+def front(record: dict[str, Any]) -> str:
+    """README's table: six rows."""
+    rows = titled(record["seeds"], record)
+    contestants = [
+        "plain",
+        "plain",
+        f"dropout:{record['dropout_rate']:g}",
+        "plain",
+        *[f"mixed:{record['noise']:g}"] * 2,
+    ]
+    lines = ["| | NLL | ECE | accuracy | training step | passes |", "|---|---|---|---|---|---|"]
+    for (title, row), contestant in zip(rows.items(), contestants, strict=True):
+        lines.append(
+            f"| {title.replace('bayesianize_', '`bayesianize_`')} | {row['nll']:.3f} | {100 * row['ece']:.1f} % "
+            f"| {100 * row['accuracy']:.1f} % | {_time(record, contestant)} | {row['passes']:.0f} |"
+        )
+    number = len(record["seeds"])
+    seeds = f"Mean of {number} seeds" if number > 1 else "One seed"
+    lines += [
+        "",
+        f"2,000 small pictures of clothes, {record['epochs']} epochs; all rows but the first calibrated on 1,000 others; 2,000 "
+        f"test images. {seeds}; {_tried(record)}. {_said(record)} "
+        f"Command: `{record['command']}`, commit {record['commit']}.",
+    ]
+    return "\n".join(lines)
+
+
+def _tried(record: dict[str, Any]) -> str:
+    rates = list(record["search"]["dropout"])
+    if len(rates) == 1:
+        return f"dropout rate {rates[0]} alone was tried"
+    return f"dropout's rate is the best of {', '.join(rates)} on the first seed's held-out data"
+
+
+def _said(record: dict[str, Any]) -> str:
+    """How the NLL of patches in one pass compares, paired over seeds; "better" needs p < 0.01. "" for one seed."""
+    found = [text for rival in ("temperature scaling", "dropout") if (text := _compared(record, rival))]
+    return f"Patches in one pass are {' and '.join(found)}." if found else ""
+
+
+def _compared(record: dict[str, Any], rival: str) -> str:
+    ours = f"mixed {record['noise']:g}, one pass"
+    differences = [
+        _row(results, ours, record)["nll"] - _row(results, rival, record)["nll"] for results in record["seeds"]
+    ]
+    mean, p = statistics.fmean(differences), _paired_p(differences)
+    if p is None:
+        return ""
+    word = "not significantly different from" if p >= 0.01 else "better than" if mean < 0 else "worse than"
+    text = f"p = {p:.2g}" if p >= 0.0001 else "p < 0.0001"
+    return f"{word} {rival} (NLL {mean:+.3f}, {text})"
+
+
+def _paired_p(differences: list[float]) -> float | None:
+    if len(differences) < 2:
+        return None
+    deviation = statistics.stdev(differences)
+    if deviation == 0:
+        return None
+    return two_sided_p(statistics.fmean(differences) / (deviation / math.sqrt(len(differences))), len(differences) - 1)
+
+
+def _row(results: dict[str, Any], name: str, record: dict[str, Any]) -> dict[str, Any]:
+    if name == "dropout":
+        rate = f"{record['dropout_rate']:g}"
+        found: dict[str, Any] = results[f"dropout:{rate}"]["rows"]
+        return found[f"dropout {rate}, {form_of_dropout(record['seeds'], record)}"]
+    return next(result["rows"][name] for result in results.values() if name in result["rows"])
+
+
+def _time(record: dict[str, Any], contestant: str) -> str:
+    """Processor time of a training step in units of the plain network's, where it was measured."""
+    return f"x {record['step_times'][contestant]:.2f}" if contestant in record.get("step_times", {}) else "not measured"
+
+
+def regimes(records: list[dict[str, Any]]) -> str:
+    """All rows of all regimes, and how patches compare in each."""
+    lines = [
+        "| regime, epochs, seeds | | accuracy or RMSE | NLL | NLL / temperature scaling | ECE | temperature | training step |",
+        "|---" * 8 + "|",
+    ]
+    said = []
+    ordered = sorted(records, key=lambda one: list(_TITLES).index(one["benchmark"]))
+    for record in ordered:
+        numbers = ", ".join(str(seed) for seed in record["seed_numbers"])
+        where = f"{_TITLES[record['benchmark']]}, {record['epochs']}, {numbers}"
+        said.append(f"- {_TITLES[record['benchmark']]}: {_tried(record)}. {_said(record)}")
+        for contestant in record["seeds"][0]:
+            for title in record["seeds"][0][contestant]["rows"]:
+                rows = [results[contestant]["rows"][title] for results in record["seeds"]]
+                scaled = [results["plain"]["rows"]["temperature scaling"]["nll"] for results in record["seeds"]]
+                ratios = [row["nll"] / one for row, one in zip(rows, scaled, strict=True)]
+                classes = "accuracy" in rows[0]
+                right = _spread([100 * row["accuracy"] for row in rows], 2, " %") if classes else ""
+                cells = [
+                    right or _spread([row["rmse"] for row in rows], 2, ""),
+                    _spread([row["nll"] for row in rows], 4, ""),
+                    f"{statistics.fmean(ratios):.3f}" if classes else "",
+                    _spread([100 * row["ece"] for row in rows], 2, " %") if classes else "",
+                    f"{statistics.fmean(row['temperature'] for row in rows):.2f}",
+                    _time(record, contestant),
+                ]
+                lines.append(f"| {where} | {title} | {' | '.join(cells)} |")
+    commands = "; ".join(f"`{record['command']}` (commit {record['commit']})" for record in ordered)
+    notes = f"Mean of the seeds ± standard deviation; 20 draws; paired t-tests. Commands: {commands}."
+    return "\n".join([*lines, "", *said, "", notes])
+
+
+def _spread(values: list[float], digits: int, unit: str) -> str:
+    spread = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):.{digits}f}{unit}{spread}"
+
+
+def before_and_after(record: dict[str, Any]) -> str:
+    """The picture of README: the original network, and the one trained with patches in one pass."""
+    rows = titled(record["seeds"], record)
+    return reliability_picture({"before": rows["original"], "after, in one pass": rows["(b) in one pass"]})
