@@ -1,6 +1,7 @@
 """Several threads at once, on one network or each on its own: every answer is the one that a single thread gets."""
 
 import copy
+import gc
 import sys
 import threading
 from collections.abc import Callable
@@ -357,3 +358,30 @@ def test_blocks_that_end_in_another_order_than_they_began_leave_no_draw_behind()
     second.__exit__(None, None, None)
     assert network.held is None
     assert network.compiling.is_mean
+
+
+def test_a_block_that_was_given_up_may_end_while_another_begins():
+    """It ends when it is collected, which can happen anywhere: here inside the lock that the other block has taken."""
+    model = nn.Sequential(nn.Linear(3, 2))
+    pb.patch_(model, pb.EMP(3), "linear")
+    draws, network = draws_of(model, 1, 2), network_of(model)
+
+    class Collecting(list):
+        def append(self, held):
+            gc.collect()
+            super().append(held)
+
+    def give_up_and_begin() -> None:
+        given_up = [pb.use_draw(model, draws[0])]
+        given_up[0].__enter__()
+        given_up.append(given_up)  # a cycle: only the collector ends it
+        network.holds = Collecting(network.holds)
+        del given_up
+        with pb.use_draw(model, draws[1]):
+            pass
+
+    thread = threading.Thread(target=give_up_and_begin, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert network.held is None

@@ -50,7 +50,7 @@ def use_draw(model: nn.Module, draws: Draws | None = None) -> Iterator[None]:
         yield
 
 
-_holding = threading.Lock()
+_holding = threading.RLock()  # a block that was given up ends when it is collected, which may be inside another's
 
 
 @contextlib.contextmanager

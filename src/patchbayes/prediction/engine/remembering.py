@@ -37,7 +37,7 @@ class Remembered:
     """The forms of one network in one state of its structure."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self.structure: Any = None
         self.forms: dict[Any, Form] = {}
 
@@ -51,7 +51,7 @@ class Remembered:
 
 
 _REMEMBERED: "weakref.WeakKeyDictionary[nn.Module, Remembered]" = weakref.WeakKeyDictionary()
-_LOCK = threading.Lock()
+_LOCK = threading.RLock()  # collecting garbage, which may happen anywhere, runs code of others
 
 
 def form_of(model: nn.Module, arguments: Any) -> Form:
