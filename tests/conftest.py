@@ -4,6 +4,8 @@ from pathlib import Path
 import pytest
 import torch
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start: two of them share two cores
+
 
 @pytest.fixture(autouse=True)
 def _one_thread_and_untouched_random_state():
