@@ -25,6 +25,7 @@ from .likelihoods.likelihood import tempered
 from .patching.network import PatchedNetwork, network_of
 from .prediction.batches import as_tensor, on_device
 from .prediction.engine import Engine
+from .prediction.engine.classes import Chosen
 from .prediction.engine.engine import Route
 from .prediction.engine.execution import Execution
 from .prediction.predict import Sampling, make_draws
@@ -176,13 +177,11 @@ class _Baked:
     def one(self, site: int, name: str, number: int) -> Tensor:
         return self.drawn[site, name][number]
 
-    def several(self, site: int, name: str, some: Sequence[int]) -> tuple[Tensor, int | None]:
+    def several(self, site: int, name: str, chosen: Chosen) -> tuple[Tensor, int | None]:
         whole = self.drawn[site, name]
-        if len(set(some)) == 1:
-            return whole[some[0]], None
-        if list(some) == list(range(some[0], some[0] + len(some))):
-            return whole[some[0] : some[0] + len(some)], 0
-        return torch.stack([whole[number] for number in some]), 0
+        if chosen.same or chosen.run.stop:
+            return chosen.of(whole)
+        return torch.stack([whole[number] for number in chosen.numbers.tolist()]), 0
 
 
 def _weighted(weights: Tensor, values: Tensor) -> Tensor:

@@ -203,6 +203,8 @@ class Draws:
         """Whether a draw comes twice, or has a weight of its own, so that the draws are no sample."""
         if self.is_weighted:
             return True
+        if len(self._parts) == 1 and isinstance(self._parts[0].counters, range):
+            return False
         made = [(part.scheme, part.seed, part.heads, c) for part in self._parts for c in part.counters]
         return len(set(made)) < len(made)
 
@@ -336,9 +338,9 @@ def law_of(model: nn.Module) -> Law:
     return law
 
 
-def record_of(model: nn.Module) -> Any:
-    """What `patch_` keeps about the one patched network that `model` is, wraps or contains."""
-    found = [m.__dict__[RECORD] for m in model.modules() if RECORD in m.__dict__]
+def record_of(model: nn.Module, modules: Sequence[nn.Module] | None = None) -> Any:
+    """What `patch_` keeps about the one patched network that `model` is, wraps or contains; `modules` are its own."""
+    found = [m.__dict__[RECORD] for m in modules or model.modules() if RECORD in m.__dict__]
     if not found:
         raise NotPatched(
             f"{type(model).__name__} is not a patched network, nor does it contain one.\n"

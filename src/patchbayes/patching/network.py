@@ -239,9 +239,10 @@ class PatchedNetwork:
 
 def network_of(model: nn.Module) -> PatchedNetwork:
     """The record of the one patched network that `model` is, wraps or contains."""
-    network = record_of(model)
+    modules = list(model.modules())
+    network = record_of(model, modules)
     assert isinstance(network, PatchedNetwork)
-    present = {id(module) for module in model.modules()}
+    present = {id(module) for module in modules}
     gone = [site for site in network.sites if id(site.module) not in present]
     if gone and not torch.compiler.is_dynamo_compiling():
         network.sites = [site for site in network.sites if site not in gone]

@@ -1,5 +1,6 @@
 """Running averages over draws: memory for the sums, never for the draws."""
 
+import functools
 from collections.abc import Callable
 from typing import Literal
 
@@ -116,13 +117,15 @@ class MonteCarloMean:
     def weights_of(self, members: Members) -> Tensor:
         """The weight of each value in the average, (D,) float64."""
         rows, draws = members.pairs
+        if len(rows) == len(members):
+            return self.weights[draws]
         return torch.zeros(len(members), dtype=torch.float64).index_add_(0, rows, self.weights[draws])
 
     @property
     def mean(self) -> Tensor:
         return self.all.mean
 
-    @property
+    @functools.cached_property
     def kind(self) -> StandardErrorKind:
         if self.draws is None or self.draws.is_exact:
             return "exact"

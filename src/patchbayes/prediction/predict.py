@@ -1,6 +1,7 @@
 """predict: the posterior predictive of a patched network."""
 
 import functools
+import itertools
 import math
 import threading
 from collections.abc import Callable, Iterator
@@ -179,7 +180,8 @@ class Predicting:
 
     @functools.cached_property
     def device(self) -> torch.device | None:
-        return next((tensor.device for tensor in (*self.model.parameters(), *self.model.buffers())), None)
+        tensors = itertools.chain(self.model.parameters(), self.model.buffers())
+        return next((tensor.device for tensor in tensors), None)
 
     def batch(self, inputs: Any, examples: Tensor) -> Any:
         """The prediction for one batch."""

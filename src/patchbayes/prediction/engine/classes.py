@@ -1,10 +1,12 @@
 """Which draws are alike: the order in which draws go through a network, and what they share on the way."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from ...draws.draws import Draws
 from ..loop import Members
@@ -39,6 +41,25 @@ class Classes:
         return len(self.first)
 
 
+class Chosen:
+    """Entries of something that are asked for together: the same for all (`same`), a run of neighbors, or any."""
+
+    def __init__(self, numbers: Numbers) -> None:
+        self.numbers, self.first, size = numbers, int(numbers[0]), len(numbers)
+        self.same = size == 1 or bool((numbers == self.first).all())
+        self.run = slice(self.first, self.first + size)
+        if self.same or not (numbers == np.arange(self.first, self.first + size)).all():
+            self.run = slice(0)
+
+    def of(self, whole: Tensor) -> tuple[Tensor, int | None]:
+        """The chosen entries of a tensor with a leading axis for all, and their axis: None where they are the same."""
+        if self.same:
+            return whole[self.first], None
+        if self.run.stop:
+            return whole if self.run == slice(0, len(whole)) else whole[self.run], 0
+        return whole[torch.from_numpy(self.numbers).to(whole.device)], 0
+
+
 @dataclass
 class Itinerary:
     """Given draws on their way through a network.
@@ -48,14 +69,16 @@ class Itinerary:
     stages    for each stage, its classes of results; `joined` says which sets of sites went into which.
     sites     for each site, its classes of results.
     distinct  for each set of sites, how many classes it has.
+    indices   component indices of some sites, for all their classes, once they have been asked for.
     """
 
-    order: list[int]
+    order: Numbers
     members: Members
     joined: dict[Sites, int]
     stages: list[Classes]
     sites: dict[int, Classes]
     distinct: dict[Sites, int]
+    indices: dict[int, Tensor] = field(default_factory=dict)
 
 
 def plan_itinerary(
@@ -93,7 +116,7 @@ def plan_itinerary(
     coarse_first = sorted(by_partition.values(), key=lambda some: len(parts[some[0]]))
     joined = {sites: place for place, some in enumerate(coarse_first) for sites in some}
     return Itinerary(
-        order=firsts,
+        order=np.array(firsts, np.int64),
         members=Members(list(groups.values())),
         joined=joined,
         stages=[parts[some[0]] for some in coarse_first],

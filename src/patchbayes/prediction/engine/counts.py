@@ -112,6 +112,12 @@ def together(average_bytes: float, peak_bytes: float, limit: int) -> int:
     return number if number >= _FEWEST else 1
 
 
+def fewest_together(operations: int) -> int:
+    """How many draws pay for being run at once by `torch.vmap`: what it does besides costs as much as 25 small operations, and
+    each of its rules as much as four."""
+    return 4 + 25 // max(operations, 1)
+
+
 class Work(TorchDispatchMode):
     """Counts what a forward pass does on arguments of `size` numbers: operations, flops and bytes made."""
 

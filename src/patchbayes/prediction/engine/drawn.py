@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...draws.draws import Draws
 from ...draws.layout import NetworkDraw
 from ...patching.drawing import hold
 from ...patching.network import PatchedNetwork, Site, network_of
@@ -30,15 +29,11 @@ class DrawnSite:
         groups = posterior.groups()
         self.groups = groups.length if groups is not None else 0
 
-    def tensors(self, draws: Draws, device: torch.device | None, assigned: Tensor | None = None) -> dict[str, Tensor]:
-        """The tensors that the graph uses, each with a leading axis for the draws.
-
-        assigned   the draws' component indices of all groups of the network, where they are known.
-        """
+    def tensors(self, z: Tensor, keys: Tensor) -> dict[str, Tensor]:
+        """The tensors that the graph uses, each with a leading axis for the draws: z (S, groups) are their component indices
+        of the site's draw groups, keys (S,) name their streams of noise."""
         posterior = self.posterior
-        start, stop = posterior.offset, posterior.offset + self.groups
-        z = draws.assignments(start, stop, device) if assigned is None else assigned[:, start:stop]
-        d = posterior.draw(z, draws.keys())
+        d = posterior.draw(z, keys)
         made = {_DRAW + name: tensor for name, tensor in d.items()}
         if any(name.startswith(_VALUE) for name in self.names):
             made |= {_VALUE + name: tensor for name, tensor in posterior.realize_several(d).items()}

@@ -25,7 +25,7 @@ from .drawn import DrawnSite, drawing, example_tensors
 from .execution import Execution, out_of_memory
 from .picking import Picked, pick
 from .realization import Realization
-from .remembering import Form, form_of
+from .remembering import Form, form_of, modules_of
 from .stages import Network, Sites, Stage, numbers
 
 Mode = Literal["auto", "loop", "graph"]
@@ -132,7 +132,7 @@ class Engine:
         picked = pick(network.capture, output)
         operations, result = network.operations, network.result(picked.leaves)
         total = sum(group.flops for group in operations.values())
-        last = network.sites()[-1] if network.sites() else None
+        last = network.sites[-1] if network.sites else None
         if not total or last is None or last not in result or result not in operations:
             return
         head = self.network.sites[last].posterior
@@ -287,12 +287,9 @@ class Engine:
         picked = pick(network.capture, output)
         key = id(network), tuple(picked.leaves), id(self.draws)
         if key not in self._routes:
-            sites, result = network.sites(), network.result(picked.leaves)
+            sites, result = network.sites, network.result(picked.leaves)
             posteriors = {number: self.network.sites[number].posterior for number in sites}
-            drawn = {
-                n: DrawnSite(posterior, network.drawn_names(n), network.drawn_bytes(n))
-                for n, posterior in posteriors.items()
-            }
+            drawn = {n: DrawnSite(posterior, *network.drawn.get(n, (set(), 0))) for n, posterior in posteriors.items()}
             itinerary = self._itinerary(network, sites, result)
             stages = network.stages(itinerary.joined, picked.leaves)
             limit = int(self.memory_limit * _KEPT)
@@ -320,7 +317,7 @@ class Engine:
     def _describe(self, network: Network, route: Route, chunk: int) -> None:
         plan, names = self.plan, [site.name for site in self.network.sites]
         plan.engine, plan.networks, plan.chunk = "graph", len(route.itinerary.order), chunk
-        order = network.sites()
+        order = network.sites
         plan.stages = [
             StagePlan(
                 tuple(names[number] for number in order if number in sites),
@@ -358,12 +355,18 @@ def _refused(model: nn.Module, network: PatchedNetwork) -> str | None:
     everywhere = torch.nn.modules.module
     if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks:
         return "hooks are registered on all modules"
-    for name, module in model.named_modules():
+    for module in modules_of(model):
+        reason = None
         if module._compiled_call_impl is not None or is_compiled(module):
-            return f'"{name}" is compiled' if name else "the network is compiled"
-        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-        if any(not str(getattr(hook, "__module__", "")).startswith("patchbayes.") for hook in hooks):
-            return f'"{name}" has forward hooks'
+            reason = "is compiled"
+        elif any(
+            not str(getattr(hook, "__module__", "")).startswith("patchbayes.")
+            for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        ):
+            reason = "has forward hooks"
+        if reason is not None:
+            name = next(name for name, other in model.named_modules() if other is module)
+            return f'"{name}" {reason}' if name else f"the network {reason}"
     return None
 
 

@@ -1,15 +1,15 @@
 """Running the stages of a captured network for many draws, one batch at a time."""
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, fx
 
 from ..loop import Members
-from .classes import Classes, Itinerary
+from .classes import Chosen, Classes, Itinerary, Numbers
 from .stages import Network, Stage
 
 _NO_VMAP = (RuntimeError, ValueError, NotImplementedError, TypeError)  # what vmap says to operations that it cannot do
@@ -41,19 +41,30 @@ class Kept:
         last = self.classes.last
         self.where = {number: entry for number, entry in self.where.items() if last[number] >= stop}
 
-    def stacked(self, place: int, some: Sequence[int]) -> tuple[Any, int | None]:
-        """Output `place` for several classes, and its vmap axis: None where it is the same for all."""
-        entries = [self.where[number] for number in some]
-        block, start = entries[0]
-        if all(entry == entries[0] for entry in entries):
-            return block.one(place, start), None
+    def chosen(self, some: Numbers) -> "_Stacking":
+        """How the values of several classes are put together."""
+        entries = [self.where[number] for number in some.tolist()]
+        block = entries[0][0]
+        together = all(other is block for other, _ in entries)
+        return _Stacking(entries, Chosen(np.array([index for _, index in entries])) if together else None)
+
+
+@dataclass(eq=False)
+class _Stacking:
+    """Where the values of several classes are; `chosen`: which of one block, where it is one block."""
+
+    entries: list[tuple[Block, int]]
+    chosen: Chosen | None
+
+    def of(self, place: int) -> tuple[Any, int | None]:
+        """Output `place` for the classes, and its vmap axis: None where it is the same for all."""
+        block, start = self.entries[0]
         value = block.values[place]
-        indices = [index for other, index in entries if other is block]
-        if isinstance(value, Tensor) and len(indices) == len(entries):
-            if indices == list(range(start, start + len(indices))):
-                return value[start : start + len(indices)], 0
-            return value[torch.tensor(indices, device=value.device)], 0
-        return torch.stack([other.one(place, index) for other, index in entries]), 0
+        if self.chosen is not None and isinstance(value, Tensor):
+            return self.chosen.of(value)
+        if self.chosen is not None and self.chosen.same:
+            return block.one(place, start), None
+        return torch.stack([other.one(place, index) for other, index in self.entries]), 0
 
 
 class DrawnTensors(Protocol):
@@ -61,7 +72,7 @@ class DrawnTensors(Protocol):
 
     def one(self, site: int, name: str, number: int) -> Tensor: ...
 
-    def several(self, site: int, name: str, some: Sequence[int]) -> tuple[Tensor, int | None]: ...
+    def several(self, site: int, name: str, chosen: Chosen) -> tuple[Tensor, int | None]: ...
 
 
 class Execution:
@@ -108,14 +119,7 @@ class Execution:
             start = stop
 
     def _leaf(self, leaf: Any, start: int, stop: int) -> tuple[Any, int | None]:
-        if leaf in self.made:
-            place, output = self.made[leaf]
-            return self.kept[place].stacked(output, self.itinerary.stages[place].of[start:stop].tolist())
-        if isinstance(leaf, fx.Node) and leaf not in self.fixed:
-            site = self.network.capture.sources[leaf]
-            some = self.itinerary.sites[site.place].of[start:stop].tolist()
-            return self.realization.several(site.place, site.name, some)
-        return (self.fixed[leaf] if isinstance(leaf, fx.Node) else leaf), None
+        return self._several(leaf, np.arange(start, stop), {}) if isinstance(leaf, fx.Node) else (leaf, None)
 
     def _compute(self, place: int, start: int, stop: int) -> None:
         stage, kept = self.stages[place], self.kept[place]
@@ -130,18 +134,16 @@ class Execution:
 
     def _block(self, place: int, some: list[int]) -> Block:
         stage = self.stages[place]
-        at = [int(self.kept[place].classes.first[number]) for number in some]
-        if len(some) > 1 and not stage.apart:
-            arguments, axes = zip(*(self._several(node, at) for node in stage.inputs), strict=True)
+        at = self.kept[place].classes.first[some]
+        if len(some) >= stage.fewest and not stage.apart:
+            found: dict[Any, Any] = {}
             try:
-                with warnings.catch_warnings():
-                    warnings.filterwarnings("ignore", "There is a performance drop")
-                    return Block(list(torch.vmap(stage.run, in_dims=axes)(*arguments)), len(some))
+                return Block(_together(stage, [self._several(node, at, found) for node in stage.inputs]), len(some))
             except _NO_VMAP as error:
                 if out_of_memory(error):
                     raise
                 stage.apart = True  # an operation that vmap cannot do: one after the other from now on
-        results = [stage.run(*(self._one(node, position) for node in stage.inputs)) for position in at]
+        results = [stage.run(*(self._one(node, position) for node in stage.inputs)) for position in at.tolist()]
         return Block([list(values) for values in zip(*results, strict=True)], len(some))
 
     def _one(self, node: fx.Node, position: int) -> Any:
@@ -155,15 +157,33 @@ class Execution:
         source = self.network.capture.sources[node]
         return self.realization.one(source.place, source.name, int(self.itinerary.sites[source.place].of[position]))
 
-    def _several(self, node: fx.Node, positions: list[int]) -> tuple[Any, int | None]:
+    def _several(self, node: fx.Node, positions: Numbers, found: dict[Any, Any]) -> tuple[Any, int | None]:
+        """The values of a node for the draws at several positions; `found` keeps what other nodes may ask for again."""
         if node in self.fixed:
             return self.fixed[node], None
         if node in self.made:
             place, output = self.made[node]
-            return self.kept[place].stacked(output, self.itinerary.stages[place].of[positions].tolist())
+            if place not in found:
+                found[place] = self.kept[place].chosen(self.itinerary.stages[place].of[positions])
+            return found[place].of(output)
         source = self.network.capture.sources[node]
-        some = self.itinerary.sites[source.place].of[positions].tolist()
-        return self.realization.several(source.place, source.name, some)
+        key = "site", source.place
+        if key not in found:
+            found[key] = Chosen(self.itinerary.sites[source.place].of[positions])
+        return self.realization.several(source.place, source.name, found[key])
+
+
+def _together(stage: Stage, inputs: list[tuple[Any, int | None]]) -> list[Any]:
+    """The outputs of a stage for several draws at once: inputs with an axis of None are the same for all of them."""
+    values = [value for value, _ in inputs]
+    varying = [place for place, (_, axis) in enumerate(inputs) if axis is not None]
+
+    def run(*given: Tensor) -> tuple[Any, ...]:
+        for place, value in zip(varying, given, strict=True):
+            values[place] = value
+        return stage.run(*values)
+
+    return list(torch.vmap(run)(*[values[place] for place in varying]))
 
 
 def out_of_memory(error: Exception) -> bool:

@@ -1,16 +1,15 @@
 """The weights of draws, made once for all batches where memory allows it."""
 
-import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from ...draws.draws import Draws
-from .classes import Itinerary
+from .classes import Chosen, Itinerary, Numbers
 from .drawn import DrawnSite
 
-_FEW = 2**18  # indices of a whole network that are made together
+_FEW = 2**16  # component indices of a site that are remembered
 _BLOCK = 2**22  # draw groups whose indices are made together
 
 
@@ -45,16 +44,13 @@ class Realization:
             return self.whole(site)[name][number]
         return self._some(site, (number,))[name][0]
 
-    def several(self, site: int, name: str, some: Sequence[int]) -> tuple[Tensor, int | None]:
+    def several(self, site: int, name: str, chosen: Chosen) -> tuple[Tensor, int | None]:
         """A drawn tensor for several classes, and its axis: None where it is the same for all."""
-        if len(set(some)) == 1:
-            return self.one(site, name, some[0]), None
-        if site not in self.keeps:
-            return self._some(site, tuple(some))[name], 0
-        whole = self.whole(site)[name]
-        if list(some) == list(range(some[0], some[0] + len(some))):
-            return whole[some[0] : some[0] + len(some)], 0
-        return whole[torch.tensor(some, device=whole.device)], 0
+        if site in self.keeps:
+            return chosen.of(self.whole(site)[name])
+        if chosen.same:
+            return self.one(site, name, chosen.first), None
+        return self._some(site, tuple(chosen.numbers.tolist()))[name], 0
 
     def whole(self, site: int) -> dict[str, Tensor]:
         """All drawn tensors of a site, with a leading axis for its classes; kept from now on."""
@@ -68,22 +64,29 @@ class Realization:
             known = self._last[site] = some, self._make(site, list(some))
         return known[1]
 
-    @functools.cached_property
-    def _assigned(self) -> Tensor | None:
-        """The component indices of all sites, made together where they are few."""
-        few = len(self.draws) * self.draws.layout.num_groups <= _FEW
-        return self.draws.assignments(device=self.device) if few else None
-
     def _make(self, site: int, classes: list[int]) -> dict[str, Tensor]:
-        first, order = self.itinerary.sites[site].first, self.itinerary.order
-        numbers = [order[int(first[number])] for number in classes]
-        drawn = self.sites[site]
+        classified, drawn = self.itinerary.sites[site], self.sites[site]
         step = max(1, _BLOCK // max(drawn.groups, 1))
-        if numbers == list(range(len(self.draws))) and len(numbers) <= step:
-            return drawn.tensors(self.draws, self.device, self._assigned)
-        parts = [
-            drawn.tensors(self.draws[numbers[low : low + step]], self.device) for low in range(0, len(numbers), step)
-        ]
+        whole = len(classes) == len(classified) <= step
+        parts = []
+        for low in range(0, len(classes), step):
+            numbers = self.itinerary.order[classified.first[classes[low : low + step]]]
+            parts.append(drawn.tensors(self._indices(site, numbers, whole), self._keys(numbers)))
         if len(parts) == 1:
             return parts[0]
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+    def _keys(self, numbers: Numbers) -> Tensor:
+        return self.draws.keys()[torch.from_numpy(numbers)]
+
+    def _indices(self, site: int, numbers: Numbers, whole: bool) -> Tensor:
+        """The component indices of a site for some draws. Those of all its classes are remembered with the itinerary, where
+        they are few: they follow from the draws, whatever the weights are."""
+        known, drawn = self.itinerary.indices, self.sites[site]
+        if whole and site in known:
+            return known[site]
+        start = drawn.posterior.offset
+        made = self.draws[numbers.tolist()].assignments(start, start + drawn.groups, self.device)
+        if whole and made.numel() <= _FEW:
+            known[site] = made
+        return made

@@ -13,6 +13,7 @@ from .counts import Work
 
 _INTERNAL = frozenset(vars(nn.Module()))
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type, slice)
+_PLAIN_TYPES = frozenset((*_PLAIN, bool))  # the same without those derived from them, which is faster to ask
 _FLAT_WEIGHTS = ("_flat_weights", "_flat_weight_refs")  # recurrent layers make these anew from their parameters
 _MOST = 16  # forms of call that are remembered for a network
 
@@ -79,7 +80,7 @@ def _key(arguments: Any) -> tuple[Any, ...]:
 
 def _order(tensor: Tensor) -> str:
     """How a tensor lies in memory, where operations keep to it: channels last or not."""
-    if tensor.is_contiguous() or tensor.dim() not in (4, 5):
+    if tensor.dim() not in (4, 5) or tensor.is_contiguous():
         return ""
     last = torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d
     return "channels_last" if tensor.is_contiguous(memory_format=last) else ""
@@ -89,30 +90,33 @@ def structure_of(model: nn.Module) -> tuple[Any, ...]:
     """Equal exactly when a capture of the network still holds: modules, their attributes, shapes and kinds of tensors."""
     found: list[Any] = []
     seen: dict[int, Any] = {}
-    modules: dict[nn.Module, None] = {model: None}
-    waiting = [model]
-    while waiting:  # in no particular order, but always the same
-        module = waiting.pop()
+    for module in modules_of(model):
         _add_state(found, module, seen)
-        for child in module._modules.values():
-            if child is not None and child not in modules:
-                modules[child] = None
-                waiting.append(child)
     return tuple(found)
 
 
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """All modules of a network, each once, in no particular order, but always the same."""
+    modules: dict[nn.Module, None] = {model: None}
+    waiting = [model]
+    while waiting:
+        for child in waiting.pop()._modules.values():
+            if child is not None and child not in modules:
+                modules[child] = None
+                waiting.append(child)
+    return list(modules)
+
+
 def _add_state(found: list[Any], module: nn.Module, seen: dict[int, Any]) -> None:
-    held = module.__dict__
     found += (id(module), type(module), len(module._forward_pre_hooks) + len(module._forward_hooks))
     derived = _FLAT_WEIGHTS if isinstance(module, nn.RNNBase) else ()
-    for name in sorted(held.keys() - _INTERNAL):
-        if name in derived or name.startswith("_patchbayes"):
+    for name, value in module.__dict__.items():
+        if name in _INTERNAL or name in derived or name.startswith("_patchbayes"):
             continue
-        value = held[name]
-        if not isinstance(value, _PLAIN):  # one configuration may hang on every module
+        if type(value) not in _PLAIN_TYPES:  # one configuration may hang on every module
             known = seen.get(id(value))
             value = known if known is not None else seen.setdefault(id(value), _described(value, 3))
-        found += (name, value)
+        found += (name, type(value), value)
     for tensors in (module._parameters, module._buffers):
         for name, tensor in tensors.items():
             found += (name, tensor if tensor is None else (tensor.shape, tensor.dtype, tensor.device, _order(tensor)))
@@ -120,7 +124,7 @@ def _add_state(found: list[Any], module: nn.Module, seen: dict[int, Any]) -> Non
 
 def _described(value: Any, depth: int) -> Any:
     """Plain values by their value, containers and plain objects by their content, all else by identity."""
-    if isinstance(value, _PLAIN):
+    if type(value) in _PLAIN_TYPES or isinstance(value, _PLAIN):
         return type(value), value if not isinstance(value, slice) else str(value)
     if isinstance(value, nn.Parameter):
         return value.shape, value.dtype, value.device

@@ -1,21 +1,22 @@
 """Dependence of operations on sites, and the network cut into stages that are run once for each class of draws."""
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from .capture import Capture
-from .counts import flops, is_view, name_of, size_in_bytes
+from .counts import fewest_together, flops, is_view, name_of, size_in_bytes
 
 Sites = frozenset[int]
 
-#: Operations that torch.vmap does one draw after the other, slowly, or not at all.
-_APART = frozenset(
-    ("scaled_dot_product_attention", "lstm", "gru", "rnn_tanh", "rnn_relu", "_scaled_dot_product_flash_attention_for_cpu",
-     "bernoulli", "normal", "fold", "integers")
-)  # fmt: skip
+_RULES = (
+    "FuncTorchBatched",
+    "FuncTorchBatchedDecomposition",
+)  # dispatch keys under which an operation has its vmap rule
 
 
 @dataclass
@@ -35,7 +36,7 @@ class Stage:
     inputs    nodes whose values it takes: inputs of the graph and outputs of other stages.
     outputs   nodes whose values others take.
     run       the values of the inputs -> those of the outputs.
-    apart     whether draws are run one after the other, however small.
+    apart     whether draws are run one after the other, however small; `fewest`: how many pay for being run together.
     bytes     made by one operation on average, `peak` by all of them, `held` of them for other stages: for one draw, with
               the example's sizes.
     """
@@ -44,6 +45,7 @@ class Stage:
     outputs: list[fx.Node]
     run: Callable[..., tuple[Any, ...]]
     apart: bool
+    fewest: int
     bytes: float
     peak: int
     held: int
@@ -95,15 +97,17 @@ class Network:
             if source.kind != "drawn"
         }
 
-    def drawn_names(self, site: int) -> set[str]:
-        """The drawn tensors of a site that the graph uses."""
-        return {s.name for s in self.capture.sources.values() if s.kind == "drawn" and s.place == site}
+    @functools.cached_property
+    def drawn(self) -> dict[int, tuple[set[str], int]]:
+        """For each site, the names of its drawn tensors that the graph uses, and their bytes for one draw."""
+        found: dict[int, tuple[set[str], int]] = {}
+        for node, source in self.capture.sources.items():
+            if source.kind == "drawn":
+                names, size = found.get(source.place, (set(), 0))
+                found[source.place] = names | {source.name}, size + size_in_bytes(node.meta["val"])
+        return found
 
-    def drawn_bytes(self, site: int) -> int:
-        """Of the drawn tensors of a site that the graph uses, for one draw."""
-        drawn = [node for node, s in self.capture.sources.items() if s.kind == "drawn" and s.place == site]
-        return sum(size_in_bytes(node.meta["val"]) for node in drawn)
-
+    @functools.cached_property
     def sites(self) -> list[int]:
         """The sites in the order of execution."""
         return list(dict.fromkeys(site for node in self.depends.values() for site in sorted(node)))
@@ -170,11 +174,29 @@ class Network:
         ]
         graph.output(tuple(copies[node] for node in outputs))
         made = [size_in_bytes(node.meta.get("val")) for node in nodes if not is_view(node)]
-        apart = any(name_of(node) in _APART for node in nodes) or bool(attributes)
+        apart = any(not _has_rule(node) for node in nodes) or bool(attributes)
         apart = apart or any(not isinstance(node.meta.get("val"), Tensor) for node in outputs)
         run = fx.GraphModule(attributes, graph).forward
         held = sum(size_in_bytes(node.meta.get("val")) for node in outputs)
-        return Stage(list(inputs), outputs, run, apart, sum(made) / max(len(made), 1), sum(made), held)
+        return Stage(
+            list(inputs),
+            outputs,
+            run,
+            apart,
+            fewest_together(len(nodes)),
+            sum(made) / max(len(made), 1),
+            sum(made),
+            held,
+        )
+
+
+def _has_rule(node: fx.Node) -> bool:
+    """Whether `torch.vmap` does an operation for several draws at once: others it does one draw after the other, slowly,
+    and attention by its parts."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return True
+    known = any(torch._C._dispatch_has_kernel_for_dispatch_key(node.target.name(), key) for key in _RULES)
+    return known and name_of(node) != "scaled_dot_product_attention"
 
 
 def numbers(arguments: list[Any]) -> int:
