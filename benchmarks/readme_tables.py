@@ -367,7 +367,7 @@ def pairs(record: dict[str, Any]) -> str:
         temperature = statistics.fmean(row["temperature"] for row in rows)
         chosen = ", ".join(row["chosen"] for row in rows)
         lines.append(f"| {name} | {temperature:.2f} | {' | '.join(nll)} | {gain:.4f} ± {error:.4f} | {chosen} |")
-    seeds = ", ".join(map(str, record["seeds"]))
+    seeds = ", ".join(str(seed) for seed in sorted({row["seed"] for rows in record["rows"].values() for row in rows}))
     return "\n".join(
         [
             *lines,

@@ -104,7 +104,8 @@ class CalibrationReport:
         if self.tried:
             lines.append("tried   (level, slope over the depth, NLL on so many examples)")
             lines += [
-                f"  x{math.exp(one.level):<6.3g} {one.slope:+.1f}  {one.nll:8.4f}  {one.examples}" for one in self.tried
+                f"  x{math.exp(one.level):<6.3g} {one.slope:+.1f}  {one.nll:8.4f}  {one.examples:<6} {one.layers}".rstrip()
+                for one in self.tried
             ]
         lines.append(
             f"work    {self.passes:,} inputs through the network and {self.scoring_passes:,} for the last scores; "
