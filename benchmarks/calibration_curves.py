@@ -32,11 +32,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bayesianize import paired, row
 from bundle_fashion import halved
 from pairs import PAIRS
 from records import RESULTS, write_record
 from safetensors.torch import load_file
+from scoring import paired, row
 from torch import Tensor, nn
 
 import patchbayes as pb
@@ -46,7 +46,7 @@ from patchbayes.data import read
 from patchbayes.data.small_images import SMALL_CORRUPTIONS, SMALL_SEVERITIES, corrupt_small
 from patchbayes.runs.robustness import fitted
 
-BATCH, DRAWS, POOL = 64, 20, 5000
+BATCH, DRAWS, POOL, TRAINING = 64, 20, 5000, 5000
 DATA = (50, 100, 300, 1000, 3000)
 BUDGETS = (10_000, 40_000, 400_000)
 COSTS = (1.05, 1.2, 1.5, 3.0, 20.0)
@@ -54,13 +54,14 @@ COSTS = (1.05, 1.2, 1.5, 3.0, 20.0)
 
 @dataclass
 class Subject:
-    """A trained network, raw test examples with their classes, and how they become inputs."""
+    """A trained network, raw test examples with their classes, how they become inputs; some of what it was trained on."""
 
     network: nn.Module
     raw: Tensor
     targets: Tensor
     inputs: Callable[[Tensor], Tensor]
     unfamiliar: Tensor | None = None
+    training: tuple[Tensor, Tensor] | None = None
 
     def held_out(self, number: int) -> list[tuple[Tensor, Tensor]]:
         """The first examples of the pool that is never scored, so many."""
@@ -78,7 +79,8 @@ def fashion(folder: Path) -> Subject:
     demo_study.fit(network, material, 40, 0)
     split = read("fashion-mnist", folder, held_out=0.0).test
     raw, classes = split.fetch(torch.arange(len(split)))
-    return Subject(network, halved(raw), classes, read("fashion").preparation.inputs, material.unfamiliar)
+    inputs = read("fashion").preparation.inputs
+    return Subject(network, halved(raw), classes, inputs, material.unfamiliar, material.train)
 
 
 def cifar(folder: Path) -> Subject:
@@ -89,7 +91,8 @@ def cifar(folder: Path) -> Subject:
     raw, classes = data.test.fetch(torch.arange(len(data.test)))
     foreign = read("fashion-mnist", folder, held_out=0.0).test.fetch(torch.arange(1000))[0]
     inputs = data.preparation.inputs
-    return Subject(network, raw, classes, inputs, inputs(fitted(foreign, data.input_shape)))
+    some, of = data.train.fetch(torch.arange(TRAINING))
+    return Subject(network, raw, classes, inputs, inputs(fitted(foreign, data.input_shape)), (inputs(some), of))
 
 
 def intents(folder: Path) -> Subject:
