@@ -35,7 +35,7 @@ import torch
 from bundle_fashion import halved
 from pairs import PAIRS
 from records import RESULTS, write_record
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from scoring import paired, row
 from torch import Tensor, nn
 
@@ -47,6 +47,8 @@ from patchbayes.data.small_images import SMALL_CORRUPTIONS, SMALL_SEVERITIES, co
 from patchbayes.runs.robustness import fitted
 
 BATCH, DRAWS, POOL, TRAINING = 64, 20, 5000, 5000
+#: The trained small_resnet is kept here between runs.
+KEPT = RESULTS.parent / "runs" / "calibration_fashion.safetensors"
 DATA = (50, 100, 300, 1000, 3000)
 BUDGETS = (10_000, 40_000, 400_000)
 COSTS = (1.05, 1.2, 1.5, 3.0, 20.0)
@@ -76,7 +78,13 @@ class Subject:
 def fashion(folder: Path) -> Subject:
     material = demo_study.fashion(0)
     network = material.network(0)
-    demo_study.fit(network, material, 40, 0)
+    if KEPT.exists():
+        network.load_state_dict(load_file(KEPT))
+        network.eval()
+    else:
+        demo_study.fit(network, material, 40, 0)
+        KEPT.parent.mkdir(exist_ok=True)
+        save_file(network.state_dict(), KEPT)
     split = read("fashion-mnist", folder, held_out=0.0).test
     raw, classes = split.fetch(torch.arange(len(split)))
     inputs = read("fashion").preparation.inputs
