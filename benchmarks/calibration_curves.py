@@ -48,7 +48,7 @@ from patchbayes.runs.robustness import fitted
 
 BATCH, DRAWS, POOL, TRAINING = 64, 20, 5000, 5000
 #: The trained small_resnet is kept here between runs.
-KEPT = RESULTS.parent / "runs" / "calibration_fashion.safetensors"
+KEPT = RESULTS.parent / "build" / "calibration_fashion.safetensors"
 DATA = (50, 100, 300, 1000, 3000)
 BUDGETS = (10_000, 40_000, 400_000)
 COSTS = (1.05, 1.2, 1.5, 3.0, 20.0)
