@@ -27,6 +27,7 @@ from .held_out import HeldOut, Select, to_device
 from .report import CalibrationReport, Scores
 from .score import Average, best_temperature, check_scored, scores
 from .spread import Learned, SpreadSearch, Tried, relative_spread, rigid_sites, scalable_sites
+from .tries import Tries
 
 #: Examples in a batch.
 BATCH = 64
@@ -109,13 +110,14 @@ class Calibration:
         progress: Callable[[str, float], None],
         views: Views | Callable[[Any, torch.Generator], Any] | None = None,
         layers: str = "",
+        tries: Tries | None = None,
     ) -> None:
         self.model, self.network, self.held_out, self.likelihood = model, network, held_out, likelihood
         self.draws, self.budget, self.output, self.progress = draws, budget, output, progress
         self.views = None if views is None else as_views(views, draws)
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.targets = [targets.to(self.device) for targets in held_out.targets]
-        self.layers, self.looked = layers, list[Tried]()
+        self.layers, self.tries, self.looked = layers, tries, list[Tried]()
         self.plain: list[Average] = []
         self.passes = self.scoring_passes = self.away = 0
         self.seconds: dict[str, float] = {}
@@ -235,6 +237,7 @@ class Calibration:
             progress=self.progress,
             layers=self.layers,
             tried=[one for one in self.looked if one.layers == self.layers],
+            tries=self.tries,
         )
 
     def _seen_by(self, inputs: Any, draw: int) -> Any:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -21,6 +22,7 @@ from .held_out import HeldOut, Select, to_device
 from .layers import NORMS, candidate_layers
 from .report import BayesianizeReport
 from .spread import slope_
+from .tries import Tries, digest_of
 
 #: The part of the budget for a look at each set of layers, where there are several.
 _LOOK = 0.2
@@ -42,6 +44,7 @@ def bayesianize_(
     output: Callable[[Any], Tensor] | None = None,
     views: Views | Callable[[Any, torch.Generator], Any] | None = None,
     progress: Callable[[str, float], None] | None = None,
+    keep_tries: Path | None = None,
 ) -> BayesianizeReport:
     """Turn a trained network into a calibrated Bayesian one, in place, with held-out data alone.
 
@@ -58,6 +61,7 @@ def bayesianize_(
                   since everything before the first of them is computed once for all draws.
     draws, budget, examples, likelihood, seed, select, output, views, progress   as in `calibrate_`; the likelihood is
                   Categorical() if not given.
+    keep_tries    a file that holds what was tried: the same call, after it was killed, goes on from there, to the same result.
 
     Modes, frozen flags and everything outside the sites come back as they were; after an error or an interruption before
     anything was learned the whole network does. Save the result with `patchbayes.save`.
@@ -78,6 +82,7 @@ def bayesianize_(
     model_bytes = _bytes(model.parameters()) + _bytes(model.buffers())
     method = method if method is not None else Spread()
     sets: dict[str, Sites] = {"": "norm+output" if sites == "auto" else sites}
+    layers: dict[str, set[str]] = {}
     if sites == "auto" and not isinstance(method, Mapping):
         layers = candidate_layers(model, example, model_bytes, method.copies, predict_cost, draws)
         sets = {title: _among(names) for title, names in layers.items()}
@@ -95,9 +100,12 @@ def bayesianize_(
         if title == NORMS:
             slope_(network)
         return report, Calibration(
-            model, network, chosen, network.likelihood, draws, budget, output or as_tensor, tell, views, title
+            model, network, chosen, network.likelihood, draws, budget, output or as_tensor, tell, views, title, tries
         )
 
+    options = (str(method), {title: sorted(names) for title, names in layers.items()}, str(sites), draws, budget, seed)
+    described = (*options, str(likelihood), None if views is None else str(views))
+    tries = Tries(keep_tries, digest_of(model, chosen, *described)) if keep_tries is not None else None
     start = int(torch.randint(2**31, (), generator=generator))
     try:
         with shown(progress) as tell:

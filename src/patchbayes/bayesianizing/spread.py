@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,9 @@ from ..patching.network import PatchedNetwork, Site
 from ..patching.selection import call, evaluating
 from .held_out import HeldOut, to_device
 from .score import Average, best_temperature, scores
+
+if TYPE_CHECKING:
+    from .tries import Tries
 
 #: Steps in the logarithm of the spread: of the first look, and around the best of it; and in the slope over the depth.
 _COARSE, _FINE, _SLOPE = math.log(2.0), math.log(1.4), 1.2
@@ -117,10 +120,11 @@ class SpreadSearch:
         progress: Callable[[str, float], None] | None = None,
         layers: str = "",
         tried: Sequence[Tried] = (),
+        tries: "Tries | None" = None,
     ) -> None:
         """budget: image-passes. temperature, rival: those of the mean network, and its NLL with it. view: (inputs, draw).
 
-        tried: what a look at these sites has tried, to go on from.
+        tried: what a look at these sites has tried, to go on from. tries: where everything tried is kept.
         """
         self.model, self.network, self.held_out, self.likelihood = model, network, held_out, likelihood
         self.draws, self.budget, self.rival = draws, budget, rival
@@ -132,7 +136,7 @@ class SpreadSearch:
         self.depths = {site: i / (number - 1) - 0.5 if number > 1 else 0.0 for i, site in enumerate(self.sites)}
         made = Draws.stratified(model, draws)  # those that `predict` makes
         self.pool = [made.network_draw(which, network.device) for which in range(draws)]
-        self.tried = list(tried)
+        self.tried, self.tries = list(tried), tries
         self.passes, self.started = 0, time.perf_counter()
 
     def look(self) -> Tried:
@@ -201,8 +205,19 @@ class SpreadSearch:
     def _affordable(self, passes: float) -> int:
         return max(1, min(int(passes / self.draws), len(self.held_out)))
 
-    @torch.no_grad()
     def _try(self, level: float, slope: float, examples: int) -> Tried:
+        found = None if self.tries is None else self.tries.get(self.layers, level, slope, examples)
+        if found is None:
+            found = self._scored(level, slope, examples)
+            if self.tries is not None:
+                self.tries.add(found, examples)
+        self.passes += self.draws * found.examples
+        self._tell()
+        self.tried.append(found)
+        return found
+
+    @torch.no_grad()
+    def _scored(self, level: float, slope: float, examples: int) -> Tried:
         factors = {site: torch.tensor(math.exp(level + slope * depth)) for site, depth in self.depths.items()}
         averages: dict[float, list[Average]] = {t: [] for t in self.draw_temperatures}
         targets: list[Tensor] = []
@@ -216,12 +231,11 @@ class SpreadSearch:
                     with pushed(ScaledFrame(self.network, draw, factors)):
                         outputs.append(self.output(call(self.model, seen)))
                 stacked = torch.stack(outputs).float()
-                self.passes += self.draws * len(wanted)
                 for t, some in averages.items():
                     some.append(Average.of_outputs(self.likelihood, stacked, t))
                     held += some[-1].numel
                 targets.append(wanted)
-                self._tell()
+                self._tell(self.draws * sum(map(len, targets)))
                 if held > _VALUES:
                     break
         found = Tried(level, slope, math.inf, 1.0, 0.0, sum(map(len, targets)), self.layers)
@@ -233,12 +247,11 @@ class SpreadSearch:
                     found = dataclasses.replace(
                         found, nll=nll, draw_temperature=t, log_temperature=math.log(temperature)
                     )
-        self.tried.append(found)
         return found
 
-    def _tell(self) -> None:
+    def _tell(self, more: int = 0) -> None:
         if self.progress is not None:
-            done = min(1.0, self.passes / self.budget) if self.budget else 1.0
+            done = min(1.0, (self.passes + more) / self.budget) if self.budget else 1.0
             self.progress("spread", (time.perf_counter() - self.started) * (1 - done) / done)
 
 
