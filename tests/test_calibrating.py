@@ -67,7 +67,7 @@ def test_a_planted_spread_is_recovered(deviation: float) -> None:
     assert report.gain is not None
     assert report.gain_error is not None
     assert report.gain > 3 * report.gain_error
-    assert "spread  learned" in str(report)
+    assert "The spread that was learned: NLL lower by" in str(report)
     assert "#" in str(report)
     assert report.after.nll < report.temperature_scaled.nll
 
