@@ -169,11 +169,11 @@ def mosaic(folder: Path) -> Pair:
 class Pieces(nn.Module):
     """A transformer on the 49 pieces of 2 x 2 pixels of an image."""
 
-    def __init__(self, width: int = 48) -> None:
+    def __init__(self, width: int = 32) -> None:
         super().__init__()
         self.embed, self.places = nn.Conv2d(1, width, 2, 2), nn.Parameter(0.02 * torch.randn(1, 49, width))
         layer = nn.TransformerEncoderLayer(width, 4, 2 * width, 0.0, "gelu", batch_first=True, norm_first=True)
-        self.body = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+        self.body = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 10)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -186,11 +186,10 @@ def attention(folder: Path) -> Pair:
     inputs, targets = whole("fashion", "train", folder)
     other = torch.randperm(len(inputs))
     share = torch.distributions.Beta(0.4, 0.4).sample((len(inputs),)).reshape(-1, 1, 1, 1)
-    mixed = torch.cat([inputs, share * inputs + (1 - share) * inputs[other]])
-    classes = functional.one_hot(targets, 10).float()
-    shares = torch.cat([classes, share.flatten(1) * classes + (1 - share.flatten(1)) * classes[other]])
+    mixed, classes = share * inputs + (1 - share) * inputs[other], functional.one_hot(targets, 10).float()
+    shares = share.flatten(1) * classes + (1 - share.flatten(1)) * classes[other]
     network = Pieces()
-    train(network, mixed, shares, crossed(), 6)
+    train(network, mixed, shares, crossed(), 5)
     return Pair(network, Categorical(), *whole("fashion", "test", folder))
 
 
