@@ -175,7 +175,7 @@ def cost_curve(subject: Subject, seed: int, scored: int) -> list[dict[str, Any]]
         except pb.errors.PatchbayesError as error:  # the last layer alone costs more
             rows.append({"title": f"{DRAWS} draws", "passes_allowed": cost, "refused": str(error).splitlines()[0]})
             continue
-        plan = pb.predict(model, x[:BATCH], DRAWS).plan
+        plan = pb.predict(model, x[:BATCH], DRAWS, engine="graph").plan  # what many predictions come to
         found = compared(log_probs(model, x, DRAWS), plain, targets) | {"passes_counted": DRAWS * plan.work}
         rows.append({"title": f"{DRAWS} draws", "passes_allowed": cost, **found, **how})
     for seen, passes in ((views.mirror, 2), (views.shifts(), 10)) if x.dim() == 4 else ():
