@@ -9,24 +9,19 @@ results/bayesianize_<network>_seed<seed>.json, with rows
     bayesianized S=...       the averaged prediction of S draws, with the temperature that bayesianize_ gave it
     mean network             the same network in one pass, with its own temperature
 
-and with --views those of the plain network and of the draws on the same views, each with its temperature:
-
-    views                    the plain network averaged over the views, a pass for each
-    bayesianized S=... views each draw on a view of its own
-
 (cpu_seconds of making it beside epoch_cpu_seconds, an epoch of ordinary training, both in time of the processor),
-and every ECE with the floor that a perfectly calibrated model of the same confidences scores by chance. --held-out-examples
-adds rows for networks made with so many held-out examples alone, --cost rows for networks whose draws may cost so many passes,
---budget changes what learning may cost.
+and every ECE with the floor that a perfectly calibrated model of the same confidences scores by chance. Curves over its
+options are in calibration_curves.py. --rivals instead compares it with what else can
+be done to a trained network (calibration_rivals.py), on `fashion` and `cifar_resnet20` of calibration_curves.py: 1,500
+held-out images, --rivals-scored others; one record, results/calibration_rivals.json, to which every run adds what it lacks.
 
-    python benchmarks/bayesianize.py [--networks cifar_resnet20 cifar_resnet56] [--seeds 0 1 2] [--draws 20] [--views mirror]
-                                     [--held-out-examples 50 100 300 1000] [--cost 1.05 1.2 1.5 3] [--budget 40000]
+    python benchmarks/bayesianize.py [--networks cifar_resnet20 cifar_resnet56] [--seeds 0 1 2] [--draws 20] [--budget 40000]
                                      [--scored "test[5000:]"] [--data-dir FOLDER] [--results FOLDER]
+    python benchmarks/bayesianize.py --rivals [--networks fashion cifar_resnet20] [--seeds 0 1 2] [--rivals-scored 1000]
 """
 
 import argparse
 import copy
-import math
 import os
 import time
 from collections.abc import Iterator
@@ -34,56 +29,39 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from calibration_rivals import contest
 from records import RESULTS, write_record
 from safetensors.torch import load_file
+from scoring import paired, row
 from torch import Tensor, nn
 
 import patchbayes as pb
-from patchbayes import metrics, nets, views
+from patchbayes import metrics, nets
 from patchbayes.data import Dataset, Split, read
 
 BATCH = 128
-VIEWS = {"mirror": views.mirror, "shifts": views.shifts(), "crops": views.crops()}
 
 
 class Batches:
-    """Batches of a split, or of its first images, that can be read again."""
+    """Batches of a split that can be read again."""
 
-    def __init__(self, data: Dataset, split: Split, most: int | None = None) -> None:
+    def __init__(self, data: Dataset, split: Split) -> None:
         self.data, self.split = data, split
-        self.most = len(split) if most is None else min(most, len(split))
 
     def __len__(self) -> int:
-        return -(-self.most // BATCH)
+        return -(-len(self.split) // BATCH)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return self.data.batches(self.split, BATCH, order=torch.arange(self.most))
+        return self.data.batches(self.split, BATCH)
 
     @property
     def targets(self) -> Tensor:
-        return self.split.targets[: self.most]
+        return self.split.targets
 
 
-def average(model: nn.Module, batches: Batches, draws: Any, seen: Any = None) -> Tensor:
+def average(model: nn.Module, batches: Batches, draws: Any) -> Tensor:
     """The averaged log-probabilities, with the temperature of the network's likelihood."""
-    return torch.cat([part.log_probs for part in pb.prediction.predict_batches(model, batches, draws, views=seen)])
-
-
-def row(log_probs: Tensor, targets: Tensor) -> dict[str, float]:
-    probs = log_probs.exp().double()
-    probs = probs / probs.sum(1, keepdim=True)
-    return {
-        "nll": metrics.nll(log_probs, targets),
-        "ece": metrics.expected_calibration_error(probs, targets),
-        "ece_floor": metrics.calibration_floor(probs).mean,
-        "accuracy": metrics.accuracy(probs, targets),
-    }
-
-
-def paired(log_probs: Tensor, rival: Tensor, targets: Tensor) -> dict[str, float]:
-    """By how much the NLL is below a rival's, and the standard error of that over the images."""
-    gain = (log_probs - rival)[torch.arange(len(targets)), targets].double()
-    return {"gain": float(gain.mean()), "gain_error": float(gain.std() / math.sqrt(len(gain)))}
+    return torch.cat([part.log_probs for part in pb.prediction.predict_batches(model, batches, draws)])
 
 
 def epoch_seconds(plain: nn.Module, data: Dataset, batches: int = 12) -> float:
@@ -114,18 +92,14 @@ def measure(name: str, seed: int, data: Dataset, folder: Path, options: argparse
     scaled = metrics.apply_temperature(original, reference)
     rows = {"original": row(original, targets), "temperature": row(scaled, targets)}
 
-    def add(title: str, source: Batches, rival: Tensor, seen: Any = None, **more: Any) -> Any:
-        model = copy.deepcopy(plain)
-        start, worked = time.perf_counter(), time.process_time()
-        report = pb.bayesianize_(model, source, draws=options.draws, seed=seed, views=seen, **more)
-        seconds, worked = time.perf_counter() - start, time.process_time() - worked
-        print(report, flush=True)
-        log_probs = average(model, scored, options.draws, seen)
-        rows[title] = row(log_probs, targets) | paired(log_probs, rival, targets) | {"seconds": seconds}
-        rows[title]["cpu_seconds"] = worked
-        return model, report
-
-    model, report = add(f"bayesianized S={options.draws}", held_out, scaled, budget=options.budget)
+    model, title = copy.deepcopy(plain), f"bayesianized S={options.draws}"
+    start, worked = time.perf_counter(), time.process_time()
+    report = pb.bayesianize_(model, held_out, draws=options.draws, seed=seed, budget=options.budget)
+    seconds, worked = time.perf_counter() - start, time.process_time() - worked
+    print(report, flush=True)
+    log_probs = average(model, scored, options.draws)
+    rows[title] = row(log_probs, targets) | paired(log_probs, scaled, targets)
+    rows[title] |= {"seconds": seconds, "cpu_seconds": worked}
     rows["mean network"] = row(average(model, scored, "mean"), targets)
     path = options.results / f".{name}_{seed}.patch"
     try:
@@ -133,19 +107,6 @@ def measure(name: str, seed: int, data: Dataset, folder: Path, options: argparse
         size = path.stat().st_size
     finally:
         path.unlink(missing_ok=True)
-    for number in options.held_out_examples:
-        some = Batches(data, data.part("test[:5000]"), number)
-        few = metrics.fit_temperature(average(plain, some, "mean"), some.targets)
-        rows[f"temperature, {number} held out"] = row(metrics.apply_temperature(original, few), targets)
-        add(f"bayesianized S={options.draws} {number} held out", some, metrics.apply_temperature(original, few))
-    for cost in options.cost:
-        add(f"bayesianized S={options.draws} cost {cost:g}", held_out, scaled, predict_cost=cost)
-    if options.views:
-        seen = VIEWS[options.views]
-        fitted = metrics.fit_temperature(average(plain, held_out, "mean", seen), held_out.targets)
-        rival = metrics.apply_temperature(average(plain, scored, "mean", seen), fitted)
-        rows["views"] = row(rival, targets)
-        add(f"bayesianized S={options.draws} views", held_out, rival, seen)
     found = report.calibration
     return {
         "network": name,
@@ -155,7 +116,6 @@ def measure(name: str, seed: int, data: Dataset, folder: Path, options: argparse
             "sites": list(found.spread),
             "budget": options.budget,
             "draws": options.draws,
-            "views": options.views,
         },
         "selection": "test[:5000]",
         "scored": options.scored,
@@ -178,13 +138,12 @@ def measure(name: str, seed: int, data: Dataset, folder: Path, options: argparse
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--networks", nargs="+", default=["cifar_resnet20", "cifar_resnet56"])
+    parser.add_argument("--networks", nargs="+")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--draws", type=int, default=20)
     parser.add_argument("--budget", type=int, default=40_000)
-    parser.add_argument("--views", choices=VIEWS)
-    parser.add_argument("--held-out-examples", nargs="*", type=int, default=[])
-    parser.add_argument("--cost", nargs="*", type=float, default=[])
+    parser.add_argument("--rivals", action="store_true", help="compare with what else can be done to a trained network")
+    parser.add_argument("--rivals-scored", type=int, default=1000)
     parser.add_argument("--scored", default="test[5000:]")
     parser.add_argument("--data-dir", type=Path, default=os.environ.get("PATCHBAYES_DATA", "."))
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -192,9 +151,13 @@ def main() -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
     torch.set_flush_denormal(True)
     folder = Path(options.data_dir)
+    if options.rivals:
+        networks = options.networks or ["fashion", "cifar_resnet20"]
+        contest(networks, options.seeds, options.rivals_scored, folder, options.results)
+        return
     data = read("cifar100", folder, held_out=0.0)
     for seed in options.seeds:
-        for name in options.networks:
+        for name in options.networks or ["cifar_resnet20", "cifar_resnet56"]:
             record = measure(name, seed, data, folder, options)
             print(f"{name}, seed {seed}: {record['seconds']['all']:.0f} s")
             for title, values in record["rows"].items():

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import calibration_tables
 from regime_tables import before_and_after, front, regimes
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -367,7 +368,7 @@ def pairs(record: dict[str, Any]) -> str:
         temperature = statistics.fmean(row["temperature"] for row in rows)
         chosen = ", ".join(row["chosen"] for row in rows)
         lines.append(f"| {name} | {temperature:.2f} | {' | '.join(nll)} | {gain:.4f} ± {error:.4f} | {chosen} |")
-    seeds = ", ".join(map(str, record["seeds"]))
+    seeds = ", ".join(str(seed) for seed in sorted({row["seed"] for rows in record["rows"].values() for row in rows}))
     return "\n".join(
         [
             *lines,
@@ -419,7 +420,7 @@ def _circumstances(record: dict[str, Any]) -> str:
 
 
 #: Pages with tables, and the tables that they can hold with the record each is made from.
-PAGES = ("README.md", "docs/guide.md", "docs/costs.md", "docs/prediction.md", "docs/training.md")
+PAGES = ("README.md", "docs/guide.md", "docs/costs.md", "docs/prediction.md", "docs/training.md", "docs/calibration.md")
 TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "bayesianize": ("bayesianize_*_seed?", bayesianize),
     "trained": ("bayesianize_*_seed?", trained),
@@ -439,6 +440,7 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "before_after": ("before_after", before_after),
     "large": ("prediction_bert_head", large),
     "resident": ("resident", resident),
+    **calibration_tables.TABLES,
 }
 
 

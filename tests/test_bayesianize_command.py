@@ -1,5 +1,6 @@
 """`patchbayes bayesianize`: an ordinary checkpoint becomes a run folder that can be evaluated and that predicts."""
 
+import re
 import shutil
 
 import pytest
@@ -52,6 +53,24 @@ def test_the_network_of_the_run_is_the_one_given_with_patches_on_it(chosen, plac
     assert torch.equal(model.conv1.weight, given["conv1.weight"])
     stored = patching.patched_sites(model)["fc"].posterior.stored("weight")
     assert stored.shape == (2, *given["fc.weight"].shape)
+
+
+def test_a_page_shows_what_was_chosen(chosen):
+    folder, found = chosen
+    text = (folder / "bayesianize.html").read_text()
+    config = strict_json((folder / "config.json").read_text())
+    for title in ("Scores", "Reliability", "Held-out NLL along the way", "Cost, size, and how to load it"):
+        assert f'<h2 id="{title.lower().replace(" ", "-").replace(",", "")}">{title}</h2>' in text
+    load = f'patchbayes.load_(network, "{folder / "patch.safetensors"}")'
+    assert load in found.out
+    assert load.replace('"', "&quot;") in text
+    assert f"Temperature of the average {config['temperature']:.3f}" in text
+    assert text.count("<circle") == len(re.findall(r"^  x\S+ +[+-]\d", found.out, re.M)) > 2
+    assert "reliability: of the answers of a confidence" in found.out
+    assert "src=" not in text
+    assert "http-equiv" in text
+    if any(config["spread"].values()):
+        assert all(f"<code>{name}</code>" in text for name in config["spread"])
 
 
 def test_the_next_command_that_it_names_works(chosen):

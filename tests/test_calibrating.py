@@ -67,7 +67,7 @@ def test_a_planted_spread_is_recovered(deviation: float) -> None:
     assert report.gain is not None
     assert report.gain_error is not None
     assert report.gain > 3 * report.gain_error
-    assert "spread  learned" in str(report)
+    assert "The spread that was learned: NLL lower by" in str(report)
     assert "#" in str(report)
     assert report.after.nll < report.temperature_scaled.nll
 
@@ -215,17 +215,36 @@ def test_draws_that_are_sure_of_different_answers_are_softened() -> None:
     assert f"after draws at {report.draw_temperature:.3f}" in str(report)
 
 
-def test_norms_are_the_sites_where_there_are_some() -> None:
+def normed(blocks: int) -> nn.Sequential:
     torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.ReLU()) for _ in range(3)]
-    net, x = nn.Sequential(*blocks, nn.Linear(6, 4)).eval(), inputs(300)
+    layers = [nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.ReLU()) for _ in range(blocks)]
+    return nn.Sequential(*layers, nn.Linear(6, 4)).eval()
+
+
+def test_many_norms_are_the_sites() -> None:
+    net, x = normed(12), inputs(200)
     y = labels_from(torch.softmax(8 * net(x), -1).detach())
-    report = pb.bayesianize_(net, batches(x, y), budget=4000)
-    assert list(pb.patched_sites(net)) == ["0.1", "1.1", "2.1"]
-    assert report.passes <= 4000
-    few = nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.ReLU(), nn.Linear(6, 4)).eval()
-    pb.bayesianize_(few, batches(x, y), budget=4000)
-    assert list(pb.patched_sites(few)) == ["0", "3"]
+    report = pb.bayesianize_(net, batches(x, y), budget=2000)
+    assert list(pb.patched_sites(net)) == [f"{block}.1" for block in range(12)]
+    assert {one.layers for one in report.tried} == {"norm layers"}
+    few = normed(1)
+    pb.bayesianize_(few, batches(x, y), budget=2000)
+    assert list(pb.patched_sites(few)) == ["0.0", "1"]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_of_several_sets_of_layers_the_held_out_data_choose_the_better(seed: int) -> None:
+    net, x = normed(3), inputs(400, seed)
+    y = labels_from(torch.softmax(8 * net(x), -1).detach(), seed)
+    report = pb.bayesianize_(net, batches(x, y), budget=8000, seed=seed)
+    looked = [one for one in report.tried if one.examples == report.tried[0].examples]
+    best = min(looked, key=lambda one: one.nll).layers
+    assert {one.layers for one in looked} == {"norm layers", "first layers"}
+    sites = {"norm layers": ["0.1", "1.1", "2.1"], "first layers": ["0.0", "1.0", "2.0", "3"]}
+    assert list(pb.patched_sites(net)) == sites[best]
+    assert {one.layers for one in report.tried if one.examples > looked[0].examples} == {best}
+    assert report.passes <= 8000
+    assert best in str(report)
 
 
 @pytest.mark.parametrize("kind", ["numbers", "varying", "labels", "dense"])

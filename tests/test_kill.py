@@ -27,7 +27,7 @@ REPRODUCE = "reproduce ablations --scale smoke --results new --work new/work"
 # The command, what runs it again after a kill, and how often it is killed: a hundred times in all, in about ten minutes.
 COMMANDS = {
     "train": (TRAIN, f"{TRAIN} --resume", 30),
-    "bayesianize": (BAYESIANIZE, BAYESIANIZE, 16),
+    "bayesianize": (BAYESIANIZE, f"{BAYESIANIZE} --resume", 16),
     "evaluate": ("evaluate net --draws 30", "evaluate net --draws 30", 14),
     "report": ("report net plain -o new.html", "report net plain -o new.html", 12),
     "export": ("export", "export", 12),  # the function: it is no command
@@ -147,7 +147,8 @@ def test_a_killed_command_ends_as_an_uninterrupted_one(place, capsys, name):
     os.chdir(place)
     count = finished = 0
     while count < kills:
-        if killed(again if Path("new").exists() and name == "train" else line, rng.uniform(0, duration)):
+        begun = Path("new").exists() if name == "train" else Path("new.tried.json").exists()
+        if killed(again if begun else line, rng.uniform(0, duration)):
             count += 1
         else:  # it was done before the kill: from the start
             finished += 1

@@ -26,7 +26,8 @@ from ..views import Views, as_views
 from .held_out import HeldOut, Select, to_device
 from .report import CalibrationReport, Scores
 from .score import Average, best_temperature, check_scored, scores
-from .spread import Learned, SpreadSearch, relative_spread, rigid_sites, scalable_sites
+from .spread import Learned, SpreadSearch, Tried, relative_spread, rigid_sites, scalable_sites
+from .tries import Tries
 
 #: Examples in a batch.
 BATCH = 64
@@ -34,6 +35,8 @@ BATCH = 64
 _AWAY, _MOST_AWAY, _FEW = 0.3, 1000, 100
 #: Numbers that learning fits beyond the temperature: the NLL on the N examples that fitted them is too low by this over N.
 _FITTED = 4
+#: Standard errors by which the draws must be ahead of the temperature alone on the examples that judge.
+_CAUTION = 0.5
 
 
 def calibrate_(
@@ -58,9 +61,9 @@ def calibrate_(
        (`SpreadSearch`), with the temperature that softens each draw before the average (`Likelihood.draw_temperature`).
     3. The averaged prediction gets its own temperature, shrunk towards 1 where examples are few: spread and softened draws
        can only make a network more cautious.
-    4. Where the result is no better than temperature scaling (on examples that were kept away from learning, and on all of them
-       by more than fitting a few numbers gives for nothing), the spread that the network had is tried; where that is no better
-       either, spread becomes 0 and the report says so.
+    4. Where the result is no better than temperature scaling (on examples that were kept away from learning by half a standard
+       error, and on all of them by more than fitting a few numbers gives for nothing), the spread that the network had is
+       tried; where that is no better either, spread becomes 0 and the report says so.
 
     A network without patches gets its temperature alone: `predict`, `save` and `load_` then know it as a network without sites.
     The temperatures live in the network's likelihood, which `predict` uses and `save` keeps.
@@ -106,27 +109,50 @@ class Calibration:
         output: Callable[[Any], Tensor],
         progress: Callable[[str, float], None],
         views: Views | Callable[[Any, torch.Generator], Any] | None = None,
+        layers: str = "",
+        tries: Tries | None = None,
     ) -> None:
         self.model, self.network, self.held_out, self.likelihood = model, network, held_out, likelihood
         self.draws, self.budget, self.output, self.progress = draws, budget, output, progress
         self.views = None if views is None else as_views(views, draws)
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.targets = [targets.to(self.device) for targets in held_out.targets]
+        self.layers, self.tries, self.looked = layers, tries, list[Tried]()
+        self.plain: list[Average] = []
         self.passes = self.scoring_passes = self.away = 0
         self.seconds: dict[str, float] = {}
         self._clock = time.perf_counter()
 
+    def follow(self, other: "Calibration") -> None:
+        """Take over what another calibration, of other sites of the same network, has found out and spent."""
+        self.plain, self.passes, self.looked, self.seconds = other.plain, other.passes, other.looked, other.seconds
+
+    def look(self, share: float) -> float:
+        """The least NLL of a first look that takes this share of the budget."""
+        search = self._search(self._scale_mean(), share * self.budget)
+        best = search.look()
+        self.passes += search.passes
+        self.looked = self.looked + search.tried
+        self._lap("spread")
+        return best.nll
+
+    def _scale_mean(self) -> float:
+        """The temperature of the mean network, and with it the scores of the rival."""
+        if not self.plain:
+            self.plain = self.mean_averages()
+            self.passes += len(self.held_out) * (1 if self.views is None else len(self.views))
+            self._lap("mean network")
+        temperature = best_temperature(self.plain, self.targets)
+        self.rival, self.away = scores(self.plain, self.targets, temperature), self._kept_away()
+        return temperature
+
     def run(self, spread: Literal["learn", "keep"]) -> CalibrationReport:
         likelihood, number = self.likelihood, len(self.held_out)
-        plain = self.mean_averages()
-        mean_temperature = best_temperature(plain, self.targets)
-        before, scaled = (Scores.of(plain, self.targets, t) for t in (1.0, mean_temperature))
-        self.passes = number * (1 if self.views is None else len(self.views))
-        self._lap("mean network")
-        self.rival, self.away = scores(plain, self.targets, mean_temperature), self._kept_away()
+        mean_temperature = self._scale_mean()
+        before, scaled = (Scores.of(self.plain, self.targets, t) for t in (1.0, mean_temperature))
         sites, start = scalable_sites(self.network), contents(self.network)
         result = Result("none", dict.fromkeys(sites, 0.0), mean_temperature, scaled)
-        search = self._search(mean_temperature) if self.network.sites else None
+        search = self._search(mean_temperature, self.budget - self.passes) if self.network.sites else None
         found = None if search is None else search.run() if spread == "learn" and sites else search.start()
         if found is not None:
             self.passes += found.passes
@@ -159,13 +185,17 @@ class Calibration:
             gain_error=result.gain_error,
             num_held_out=number,
             draws=self.draws,
-            tried=tuple(found.tried) if found else (),
+            tried=tuple(self._tried(found)),
             passes=self.passes,
             scoring_passes=self.scoring_passes,
             seconds=self.seconds,
             views=None if self.views is None else repr(self.views),
             interrupted=result.interrupted or (found is not None and found.interrupted),
         )
+
+    def _tried(self, found: Learned | None) -> list[Tried]:
+        own = found.tried if found else []
+        return [one for one in self.looked if one.layers != self.layers] + own
 
     def _judged(self, kind: Literal["learned", "start"], found: Learned) -> "Result":
         """The network with a spread, scored: the learned one, which is written into it, or the one that it has."""
@@ -190,7 +220,7 @@ class Calibration:
         draw = Draws.stratified(self.model, 1).network_draw(0, self.network.device)
         return {site.name: relative_spread(site, draw) for site in sites}
 
-    def _search(self, temperature: float) -> SpreadSearch:
+    def _search(self, temperature: float, budget: float) -> SpreadSearch:
         """The search for a spread that fits all batches but those that are kept away from it."""
         kept = sum(map(len, self.targets[: self.away]))
         return SpreadSearch(
@@ -199,12 +229,15 @@ class Calibration:
             HeldOut(self.held_out.batches[self.away :]),
             self.likelihood,
             draws=self.draws,
-            budget=self.budget - self.passes,
+            budget=int(budget),
             temperature=temperature,
             rival=-float(self.rival[kept:].mean()),
             output=self.output,
             view=None if self.views is None else self._seen_by,
             progress=self.progress,
+            layers=self.layers,
+            tried=[one for one in self.looked if one.layers == self.layers],
+            tries=self.tries,
         )
 
     def _seen_by(self, inputs: Any, draw: int) -> Any:
@@ -263,7 +296,7 @@ class Calibration:
         gains = scores(averages, self.targets, temperature) - self.rival
         judged = gains[: sum(len(targets) for targets in self.targets[: self.away])] if self.away else gains
         error = float(judged.std() / math.sqrt(len(judged))) if len(judged) > 1 else math.inf
-        worth = float(gains.mean()) > fitted / len(gains) and float(judged.mean()) > 0
+        worth = float(gains.mean()) > fitted / len(gains) and float(judged.mean()) > _CAUTION * error
         return float(judged.mean()), error, worth
 
     def _kept_away(self) -> int:

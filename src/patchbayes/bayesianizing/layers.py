@@ -1,4 +1,4 @@
-"""Which layers to make random: norms, or the first layers within a size, or the last ones within a cost of prediction."""
+"""Which layers could be made random: norms, the first layers within a size, or the last ones within a cost of prediction."""
 
 import math
 from collections.abc import Callable
@@ -14,32 +14,49 @@ from ..posteriors.posterior import own_parameters
 
 #: A patch takes at most this part of the network, or so many bytes if that is more.
 SHARE, BYTES = 0.1, 200_000
-_FEW_NORMS = 3
+#: Norm layers that are too few to try, and so many that nothing else is tried.
+_FEW_NORMS, _MANY_NORMS = 3, 12
+#: What the sets are called.
+NORMS, FIRST, LAST = "norm layers", "first layers", "last layers"
 
 
-def affordable_layers(
+def candidate_layers(
     model: nn.Module, example: Any, model_bytes: int, copies: int, predict_cost: float | None, draws: int
-) -> set[str]:
-    """Names of norm layers, or of convolution and linear layers from the start of the network; with a `predict_cost`, of
-    convolution and linear layers from its end.
+) -> dict[str, set[str]]:
+    """Sets of layers by their titles: norm layers, and convolution and linear layers from the start of the network; with a
+    `predict_cost`, those from its end.
+
+    Many norms need no rival: in deep networks they are the better place. Fewer than three are none.
 
     copies   how many times its own size a patched layer takes in a file. The first layer is taken whatever its size.
     """
-    if predict_cost is None:
-        norms = executed_layers(model, example, is_norm)
-        order = norms if len(norms) >= _FEW_NORMS else executed_layers(model, example, _multiplies)
-    else:
-        order = executed_layers(model, example, _multiplies)
-    if not order:
-        raise PatchbayesError(
-            f"bayesianize_: no convolution or linear layer ran in {type(model).__name__}.\n  do       say sites=..."
-        )
-    work = sum(flops for _, flops in order)
-    if predict_cost is not None:
-        if not (math.isfinite(predict_cost) and predict_cost > 1):
-            raise PatchbayesError(f"bayesianize_(predict_cost={predict_cost!r}): expected a finite number above 1.")
-        order = list(reversed(order))
+    multiplying = executed_layers(model, example, _multiplies)
     limit = max(SHARE * model_bytes, BYTES) / copies
+    if predict_cost is not None:
+        order = list(reversed(_some(multiplying, model)))
+        return {LAST: _within(model, order, limit, predict_cost, draws)}
+    norms = executed_layers(model, example, is_norm)
+    found = {NORMS: _within(model, norms, limit)} if len(norms) >= _FEW_NORMS else {}
+    if len(norms) < _MANY_NORMS and (multiplying or not found):
+        found[FIRST] = _within(model, _some(multiplying, model), limit)
+    return found
+
+
+def _some(order: list[tuple[str, int]], model: nn.Module) -> list[tuple[str, int]]:
+    if order:
+        return order
+    raise PatchbayesError(
+        f"bayesianize_: no convolution or linear layer ran in {type(model).__name__}.\n  do       say sites=..."
+    )
+
+
+def _within(
+    model: nn.Module, order: list[tuple[str, int]], limit: float, predict_cost: float | None = None, draws: int = 1
+) -> set[str]:
+    """The first of so many bytes, whose draws cost at most so many passes."""
+    if predict_cost is not None and not (math.isfinite(predict_cost) and predict_cost > 1):
+        raise PatchbayesError(f"bayesianize_(predict_cost={predict_cost!r}): expected a finite number above 1.")
+    work = sum(flops for _, flops in order)
     modules, chosen, size, repeated = dict(model.named_modules()), set[str](), 0, 0
     for name, flops in order:
         own = sum(p.numel() * p.element_size() for p in own_parameters(modules[name]).values())

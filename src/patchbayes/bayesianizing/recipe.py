@@ -1,25 +1,31 @@
 """bayesianize_: patch a trained network, learn how far its draws spread, and how sharp their average is."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import PatchbayesError
-from ..layers import is_norm
 from ..likelihoods import Likelihood
 from ..patching.network import network_of
 from ..patching.patch import is_patched, patch_, patched_sites, unpatch_
+from ..patching.report import PatchReport
 from ..patching.selection import Sites
 from ..posteriors.method import Method
 from ..posteriors.spread import Spread
 from ..views import Views
 from .calibrate import BATCH, Calibration, as_tensor, check_numbers, shown
 from .held_out import HeldOut, Select, to_device
-from .layers import affordable_layers
+from .layers import NORMS, candidate_layers
 from .report import BayesianizeReport
 from .spread import slope_
+from .tries import Tries, digest_of
+
+#: The part of the budget for a look at each set of layers, where there are several.
+_LOOK = 0.2
 
 
 def bayesianize_(
@@ -38,6 +44,7 @@ def bayesianize_(
     output: Callable[[Any], Tensor] | None = None,
     views: Views | Callable[[Any, torch.Generator], Any] | None = None,
     progress: Callable[[str, float], None] | None = None,
+    keep_tries: Path | None = None,
 ) -> BayesianizeReport:
     """Turn a trained network into a calibrated Bayesian one, in place, with held-out data alone.
 
@@ -47,13 +54,14 @@ def bayesianize_(
     held_out      batches that the network was not trained on, readable twice, of any form that `calibrate_` reads.
     method        `Spread()` by default: a number for each parameter is all that it adds. Or any method whose spread can be
                   scaled, such as ECMP(5, jitter=0.05); its jitter is where the search starts.
-    sites         "auto": the norm layers, with a spread that falls with the depth; where there are fewer than three, the first
-                  convolution and linear layers in the order of execution. Always as many as stay within a tenth of the
-                  network or 200 kB. Else as in `patch_`.
+    sites         "auto": the norm layers, with a spread that falls with the depth; where there are fewer than twelve, the first
+                  convolution and linear layers in the order of execution are tried too, and the held-out data choose. Always
+                  as many as stay within a tenth of the network or 200 kB. Else as in `patch_`.
     predict_cost  at most so many passes of the unpatched network for all `draws` draws: the sites are then the last layers,
                   since everything before the first of them is computed once for all draws.
     draws, budget, examples, likelihood, seed, select, output, views, progress   as in `calibrate_`; the likelihood is
                   Categorical() if not given.
+    keep_tries    a file that holds what was tried: the same call, after it was killed, goes on from there, to the same result.
 
     Modes, frozen flags and everything outside the sites come back as they were; after an error or an interruption before
     anything was learned the whole network does. Save the result with `patchbayes.save`.
@@ -73,37 +81,61 @@ def bayesianize_(
     example = to_device(chosen.batches[0][0], device)
     model_bytes = _bytes(model.parameters()) + _bytes(model.buffers())
     method = method if method is not None else Spread()
-    sloping = False
+    sets: dict[str, Sites] = {"": "norm+output" if sites == "auto" else sites}
+    layers: dict[str, set[str]] = {}
     if sites == "auto" and not isinstance(method, Mapping):
-        names = affordable_layers(model, example, model_bytes, method.copies, predict_cost, draws)
-        sloping = any(is_norm(module) for name, module in model.named_modules() if name in names)
-        sites = lambda name, _module: name in names  # noqa: E731
-    report = patch_(
-        model,
-        method,
-        "norm+output" if sites == "auto" else sites,
-        example_input=example,
-        likelihood=likelihood,
-        generator=generator,
-    )
-    try:
+        layers = candidate_layers(model, example, model_bytes, method.copies, predict_cost, draws)
+        sets = {title: _among(names) for title, names in layers.items()}
+
+    def patched(title: str) -> tuple[PatchReport, Calibration]:
+        report = patch_(
+            model,
+            method,
+            sets[title],
+            example_input=example,
+            likelihood=likelihood,
+            generator=torch.Generator().manual_seed(start),
+        )
         network = network_of(model)
-        if sloping:
+        if title == NORMS:
             slope_(network)
+        return report, Calibration(
+            model, network, chosen, network.likelihood, draws, budget, output or as_tensor, tell, views, title, tries
+        )
+
+    options = (str(method), {title: sorted(names) for title, names in layers.items()}, str(sites), draws, budget, seed)
+    described = (*options, str(likelihood), None if views is None else str(views))
+    tries = Tries(keep_tries, digest_of(model, chosen, *described)) if keep_tries is not None else None
+    start = int(torch.randint(2**31, (), generator=generator))
+    try:
         with shown(progress) as tell:
-            calibration = Calibration(
-                model, network, chosen, network.likelihood, draws, budget, output or as_tensor, tell, views
-            ).run("learn")
+            titles, scored, earlier = list(sets), dict[str, float](), None
+            for title in titles if len(titles) > 1 else ():
+                _, calibration = patched(title)
+                if earlier is not None:
+                    calibration.follow(earlier)
+                scored[title], earlier = calibration.look(_LOOK), calibration
+                unpatch_(model, keep=0)
+            best = min(titles, key=lambda title: scored.get(title, math.inf))
+            report, calibration = patched(best)
+            if earlier is not None:
+                calibration.follow(earlier)
+            found = calibration.run("learn")
     except BaseException:
-        unpatch_(model, keep=0)
+        if is_patched(model):
+            unpatch_(model, keep=0)
         raise
     return BayesianizeReport(
         patch=report,
-        calibration=calibration,
+        calibration=found,
         patch_bytes=sum(_bytes(site.parameters().values()) for site in patched_sites(model).values()),
         model_bytes=model_bytes,
         call='patchbayes.save(model, "patch.safetensors"); elsewhere patchbayes.load_(network, "patch.safetensors")',
     )
+
+
+def _among(names: set[str]) -> Callable[[str, nn.Module], bool]:
+    return lambda name, _module: name in names
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

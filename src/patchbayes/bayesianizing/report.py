@@ -8,21 +8,25 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..metrics import accuracy, expected_calibration_error
+from ..metrics import accuracy, calibration_bins
 from ..patching.report import PatchReport
 from .score import Average, scores
 from .spread import Tried
 
-_BAR = 30
+_BAR, _BINS = 30, 5
 
 
 @dataclass(frozen=True)
 class Scores:
-    """NLL per example in nats; for classes also ECE and accuracy, both between 0 and 1."""
+    """NLL per example in nats; for classes also ECE and accuracy, both between 0 and 1.
+
+    reliability   for classes, of each bin of confidence that is not empty: examples, mean confidence, accuracy.
+    """
 
     nll: float
     ece: float | None = None
     accuracy: float | None = None
+    reliability: tuple[tuple[int, float, float], ...] = ()
 
     @classmethod
     def of(cls, averages: Sequence[Average], targets: Sequence[Tensor], temperature: float) -> "Scores":
@@ -34,7 +38,10 @@ class Scores:
         counted = labels != averages[0].ignored
         probs = torch.softmax(log_probs[counted] / temperature, -1)
         labels = labels[counted]
-        return cls(nll, expected_calibration_error(probs, labels), accuracy(probs, labels))
+        bins = calibration_bins(probs, labels)
+        columns = zip(*(column.tolist() for column in (bins.count, bins.confidence, bins.accuracy)), strict=True)
+        filled = tuple((number, sure, right) for number, sure, right in columns if number)
+        return cls(nll, bins.expected_error, accuracy(probs, labels), filled)
 
     def __str__(self) -> str:
         text = f"NLL {self.nll:.4f}"
@@ -98,13 +105,15 @@ class CalibrationReport:
             + (f" after draws at {self.draw_temperature:.3f}" if self.draw_temperature != 1 else "")
             + f"; of the mean network in one pass {self.mean_temperature:.3f}"
         )
-        lines += self._verdict()
+        lines += [self.verdict] if self.verdict else []
+        lines += reliability_lines(self.before, self.after)
         if self.chosen != "none":
             lines += bars(self.spread, self.factors)
         if self.tried:
             lines.append("tried   (level, slope over the depth, NLL on so many examples)")
             lines += [
-                f"  x{math.exp(one.level):<6.3g} {one.slope:+.1f}  {one.nll:8.4f}  {one.examples}" for one in self.tried
+                f"  x{math.exp(one.level):<6.3g} {one.slope:+.1f}  {one.nll:8.4f}  {one.examples:<6} {one.layers}".rstrip()
+                for one in self.tried
             ]
         lines.append(
             f"work    {self.passes:,} inputs through the network and {self.scoring_passes:,} for the last scores; "
@@ -114,16 +123,19 @@ class CalibrationReport:
             lines.append("interrupted: the best until then was kept")
         return "\n".join(lines)
 
-    def _verdict(self) -> list[str]:
+    @property
+    def verdict(self) -> str:
+        """One sentence: whether draws are better than the temperature alone."""
         if self.gain is None or self.gain_error is None:
-            return []
+            return ""
         if self.chosen == "none":
-            return [
+            return (
                 f"Draws are no better than the temperature alone here (gain in NLL {max(self.gain, 0.0):.4f} +- "
                 f'{self.gain_error:.4f}): predict in one pass, draws="mean".'
-            ]
+            )
         measured = f"NLL lower by {self.gain:.4f} +- {self.gain_error:.4f} than with the temperature alone"
-        return [f"spread  {self.chosen}; {measured}, on examples that it was not learned on"]
+        spread = "The spread that was learned" if self.chosen == "learned" else "The spread that it had"
+        return f"{spread}: {measured}, on examples that it was not learned on."
 
 
 @dataclass(frozen=True)
@@ -148,16 +160,32 @@ class BayesianizeReport:
         return "\n".join([str(self.patch), "", str(self.calibration), size, "load    " + self.call])
 
 
+def reliability_lines(before: Scores, after: Scores) -> list[str]:
+    """How often the network was right among the answers of like confidence, in five bins, before and after."""
+    if not (before.reliability and after.reliability):
+        return []
+    lines = ["reliability: of the answers of a confidence, how many were right; as it was, and now"]
+    for number in range(_BINS):
+        cells = []
+        for one in (before, after):
+            own = [bin for bin in one.reliability if min(int(bin[1] * _BINS), _BINS - 1) == number]
+            total = sum(count for count, _, _ in own)
+            right = sum(count * accuracy for count, _, accuracy in own)
+            cells.append(f"{100 * right / total:3.0f} % of {total:<6}" if total else f"{'-':>3}{'':<12}")
+        low = 100 * number // _BINS
+        lines.append(f"  {low:3}-{low + 100 // _BINS:<3} %   {cells[0]}  {cells[1]}".rstrip())
+    return lines
+
+
 def bars(spread: Mapping[str, float], factors: Mapping[str, float]) -> list[str]:
-    """A line for each site: its spread, a bar on a logarithmic scale, and the factor that made it."""
+    """A line for each site: its spread, a bar, and the factor that made it."""
     shown = {name: value for name, value in spread.items() if value > 0}
     if not shown:
         return []
-    width = max(len(name) for name in shown)
-    low, high = math.log(min(shown.values())), math.log(max(shown.values()))
-    lines = ["spread of each site, as a part of its values (bars: logarithmic)"]
+    width, largest = max(len(name) for name in shown), max(shown.values())
+    lines = ["spread of each site, as a part of its values"]
     for name, value in shown.items():
-        length = 1 + round((_BAR - 1) * ((math.log(value) - low) / (high - low) if high > low else 1.0))
+        bar = "#" * max(1, round(_BAR * value / largest))
         factor = f"  x{factors[name]:.2g}" if name in factors else ""
-        lines.append(f"  {name:<{width}} {100 * value:6.2f} % {'#' * length:<{_BAR}}{factor}")
+        lines.append(f"  {name:<{width}} {100 * value:6.2f} % {bar:<{_BAR}}{factor}")
     return lines

@@ -1,7 +1,7 @@
 """A run folder from an ordinary checkpoint: read it, bayesianize it, keep the patches beside a pointer to it."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,20 +33,33 @@ def bayesianize_checkpoint(
     batch_size: int = 128,
     seed: int = 0,
     command: str | None = None,
+    resume: bool = False,
+    page: Callable[[BayesianizeReport], str] | None = None,
     **options: Any,
 ) -> tuple[RunFolder, BayesianizeReport]:
     """Bayesianize the network of a checkpoint file, and write config.json and patch.safetensors into a new folder.
 
     data, model   as `data.read` and `nets.named.build_net` take them; a function that they name is run.
     held_out      a part of the data that the checkpoint was not trained on, such as "test[:5000]".
+    resume        go on with what the same call tried before it was killed: it lies beside the folder, in a file that goes when
+                  all is done.
+    page          makes the text of bayesianize.html.
     options       as in `bayesianize_`. Whether the folder can be written is tried at the start; it is there when all is
                   done, and whole.
     """
     if batch_size < 1:
         raise PatchbayesError(f"bayesianize: batch_size={batch_size}; expected at least 1.")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise PatchbayesError(f"bayesianize: {folder} already exists and is not an empty folder; name a new one.")
+        done = resume and (folder / "config.json").exists()
+        raise PatchbayesError(
+            f"bayesianize: {folder} is done: there is nothing to resume.\n  do       patchbayes evaluate {folder}"
+            if done
+            else f"bayesianize: {folder} already exists and is not an empty folder; name a new one."
+        )
     probe_writing(folder / "config.json")
+    tried = folder.absolute().with_name(f"{folder.absolute().name}.tried.json")
+    if not resume:
+        tried.unlink(missing_ok=True)
     if not checkpoint.is_file():
         raise PatchbayesError(f"there is no file {checkpoint}.")
     reading: dict[str, Any] = {"held_out": 0.0}
@@ -61,7 +74,9 @@ def bayesianize_checkpoint(
     kept = dataset.part(held_out)
     network = build_net(model, dataset.num_outputs, dataset.input_shape, trust_code=True)
     load_ordinary_(network, checkpoint)
-    report = bayesianize_(network, PartBatches(dataset, kept, batch_size), seed=seed, **options)
+    report = bayesianize_(network, PartBatches(dataset, kept, batch_size), seed=seed, keep_tries=tried, **options)
+    load = f'patchbayes.load_(network, "{folder / "patch.safetensors"}")'
+    report = dataclasses.replace(report, call=f"{load}  # network: {model} with the weights of {checkpoint}")
     description = {
         "kind": "bayesianize",
         "model": model,
@@ -82,12 +97,15 @@ def bayesianize_checkpoint(
         run = RunFolder.create(temporary, description)
         save(network, temporary / "patch.safetensors")
         run.append(_row(report))
+        if page is not None:
+            (temporary / "bayesianize.html").write_text(page(report), encoding="utf-8")
+    tried.unlink(missing_ok=True)
     return RunFolder.open(folder, trust_code=True), report
 
 
 def _row(report: BayesianizeReport) -> dict[str, Any]:
     found = report.calibration
-    row = {f"held_out_{name}": value for name, value in dataclasses.asdict(found.after).items()}
+    row = {f"held_out_{name}": getattr(found.after, name) for name in ("nll", "ece", "accuracy")}
     return {"epoch": 1, "loss": found.after.nll, "train_seconds": sum(found.seconds.values()), **row}
 
 

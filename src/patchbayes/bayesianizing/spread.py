@@ -1,11 +1,12 @@
 """How far a network's draws spread: a level for all sites and its slope over the depth, searched by forward passes alone."""
 
 import copy
+import dataclasses
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +21,13 @@ from ..patching.selection import call, evaluating
 from .held_out import HeldOut, to_device
 from .score import Average, best_temperature, scores
 
+if TYPE_CHECKING:
+    from .tries import Tries
+
 #: Steps in the logarithm of the spread: of the first look, and around the best of it; and in the slope over the depth.
 _COARSE, _FINE, _SLOPE = math.log(2.0), math.log(1.4), 1.2
 _MOST_STEPS = 6  # of the first look, in one direction
+_LOOKS = 4  # places of a look at one set of layers of several
 _FIRST_SHARE = 0.25  # of the budget, for three places of the first look
 #: The deviation of the slope from its start that is expected; few examples do not move it.
 _SLOPE_PRIOR = 0.7
@@ -50,7 +55,10 @@ class ScaledFrame(Frame):
 
 @dataclass(frozen=True)
 class Tried:
-    """A spread that was tried: the logarithm of its level and its slope, and the NLL at the temperatures that fit it best."""
+    """A spread that was tried: the logarithm of its level and its slope, and the NLL at the temperatures that fit it best.
+
+    layers   the set of layers that it was tried on, where there were several to choose from.
+    """
 
     level: float
     slope: float
@@ -58,6 +66,7 @@ class Tried:
     draw_temperature: float
     log_temperature: float
     examples: int
+    layers: str = ""
 
 
 @dataclass
@@ -109,11 +118,17 @@ class SpreadSearch:
         output: Callable[[Any], Tensor],
         view: Callable[[Any, int], Any] | None = None,
         progress: Callable[[str, float], None] | None = None,
+        layers: str = "",
+        tried: Sequence[Tried] = (),
+        tries: "Tries | None" = None,
     ) -> None:
-        """budget: image-passes. temperature, rival: those of the mean network, and its NLL with it. view: (inputs, draw)."""
+        """budget: image-passes. temperature, rival: those of the mean network, and its NLL with it. view: (inputs, draw).
+
+        tried: what a look at these sites has tried, to go on from. tries: where everything tried is kept.
+        """
         self.model, self.network, self.held_out, self.likelihood = model, network, held_out, likelihood
         self.draws, self.budget, self.rival = draws, budget, rival
-        self.output, self.view, self.progress = output, view, progress
+        self.output, self.view, self.progress, self.layers = output, view, progress, layers
         several = likelihood.offers in ("ClassPrediction", "LabelPrediction") and draws > 1
         self.draw_temperatures = [1.0, *(t * temperature for t in _DRAW_TEMPERATURES)] if several else [1.0]
         self.sites = scalable_sites(network)
@@ -121,15 +136,21 @@ class SpreadSearch:
         self.depths = {site: i / (number - 1) - 0.5 if number > 1 else 0.0 for i, site in enumerate(self.sites)}
         made = Draws.stratified(model, draws)  # those that `predict` makes
         self.pool = [made.network_draw(which, network.device) for which in range(draws)]
-        self.tried: list[Tried] = []
+        self.tried, self.tries = list(tried), tries
         self.passes, self.started = 0, time.perf_counter()
+
+    def look(self) -> Tried:
+        """The best of a first look that takes the whole budget."""
+        return self._first_look(self._affordable(self.budget / _LOOKS))
 
     def run(self) -> Learned:
         """The search; after Ctrl-C the best until then."""
         interrupted = False
-        best: Tried | None = None
         try:
-            best = self._first_look(self._affordable(_FIRST_SHARE * self.budget / 3))
+            if self.tried:
+                best = min(self.tried, key=lambda one: one.nll)
+            else:
+                best = self._first_look(self._affordable(_FIRST_SHARE * self.budget / 3))
             best = self._around(best, self._affordable((self.budget - self.passes) / (5 if self._sloping else 3)))
         except KeyboardInterrupt:
             if not self.tried:
@@ -179,13 +200,24 @@ class SpreadSearch:
             sides = [self._try(center.level, slope + sign * _SLOPE, examples) for sign in (-1, 1)]
             unlikely = 0.5 * (_SLOPE / _SLOPE_PRIOR) ** 2 / examples
             slope += _SLOPE * _vertex(sides[0].nll + unlikely, center.nll, sides[1].nll + unlikely)
-        return Tried(level, slope, center.nll, center.draw_temperature, center.log_temperature, examples)
+        return dataclasses.replace(center, level=level, slope=slope)
 
     def _affordable(self, passes: float) -> int:
         return max(1, min(int(passes / self.draws), len(self.held_out)))
 
-    @torch.no_grad()
     def _try(self, level: float, slope: float, examples: int) -> Tried:
+        found = None if self.tries is None else self.tries.get(self.layers, level, slope, examples)
+        if found is None:
+            found = self._scored(level, slope, examples)
+            if self.tries is not None:
+                self.tries.add(found, examples)
+        self.passes += self.draws * found.examples
+        self._tell()
+        self.tried.append(found)
+        return found
+
+    @torch.no_grad()
+    def _scored(self, level: float, slope: float, examples: int) -> Tried:
         factors = {site: torch.tensor(math.exp(level + slope * depth)) for site, depth in self.depths.items()}
         averages: dict[float, list[Average]] = {t: [] for t in self.draw_temperatures}
         targets: list[Tensor] = []
@@ -199,27 +231,27 @@ class SpreadSearch:
                     with pushed(ScaledFrame(self.network, draw, factors)):
                         outputs.append(self.output(call(self.model, seen)))
                 stacked = torch.stack(outputs).float()
-                self.passes += self.draws * len(wanted)
                 for t, some in averages.items():
                     some.append(Average.of_outputs(self.likelihood, stacked, t))
                     held += some[-1].numel
                 targets.append(wanted)
-                self._tell()
+                self._tell(self.draws * sum(map(len, targets)))
                 if held > _VALUES:
                     break
-        found = Tried(level, slope, math.inf, 1.0, 0.0, sum(map(len, targets)))
+        found = Tried(level, slope, math.inf, 1.0, 0.0, sum(map(len, targets)), self.layers)
         for t, some in averages.items():
             if all(bool(part.isfinite().all()) for average in some for part in average.parts):
                 temperature = best_temperature(some, targets)
                 nll = -float(scores(some, targets, temperature).mean())
                 if nll < found.nll:
-                    found = Tried(level, slope, nll, t, math.log(temperature), found.examples)
-        self.tried.append(found)
+                    found = dataclasses.replace(
+                        found, nll=nll, draw_temperature=t, log_temperature=math.log(temperature)
+                    )
         return found
 
-    def _tell(self) -> None:
+    def _tell(self, more: int = 0) -> None:
         if self.progress is not None:
-            done = min(1.0, self.passes / self.budget) if self.budget else 1.0
+            done = min(1.0, (self.passes + more) / self.budget) if self.budget else 1.0
             self.progress("spread", (time.perf_counter() - self.started) * (1 - done) / done)
 
 

@@ -31,26 +31,27 @@ def bayesianize(
         str, typer.Option(help="How layers are drawn: spread(5), ecmp(5), rankone(5), ...")
     ] = "spread(5)",
     sites: Annotated[
-        str, typer.Option(help="Layers to patch; auto: the first ones, within a tenth of the network or 200 kB.")
+        str,
+        typer.Option(help="Layers to patch; auto: norms or the first ones, within a tenth of the network or 200 kB."),
     ] = "auto",
     predict_cost: Annotated[
         float | None,
         typer.Option(help="What all draws may cost, in passes of the network: the last layers are then patched."),
     ] = None,
     draws: Annotated[int, typer.Option(min=1, help="Draws that predictions will take.")] = 20,
-    budget: Annotated[
-        int, typer.Option(min=1, help="Inputs through the network for learning; a backward pass counts as two.")
-    ] = 40_000,
+    budget: Annotated[int, typer.Option(min=1, help="Inputs through the network for learning.")] = 40_000,
     batch_size: Annotated[int, typer.Option(min=1, help="Examples read at a time.")] = 128,
     seed: Annotated[int, typer.Option(help="Of components, and of the part of the held-out data that is used.")] = 0,
     data_dir: Annotated[Path | None, typer.Option(help="Where data sets lie; else $PATCHBAYES_DATA.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with a search that was killed.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Turn a trained network into a Bayesian one.
 
     The network itself is not trained again. The chosen layers become random around their trained values; how far is learned on
     the held-out data, and how sharp the averaged prediction is. The result is a patch file, a few percent of a large network's
-    size, in a run folder that points to the checkpoint: keep both. The folder is written when all is done.
+    size, in a run folder that points to the checkpoint: keep both. The folder is written when all is done; what was tried until
+    then lies beside it, for --resume.
 
     \b
     patchbayes bayesianize resnet20.safetensors runs/bayes --model cifar_resnet20 --data cifar100 --held-out "test[:5000]"
@@ -60,6 +61,7 @@ def bayesianize(
 
     from ..bayesianizing.run import bayesianize_checkpoint
     from ..posteriors.text import parse_method
+    from .bayesianize_page import bayesianize_page
 
     if not sites:
         raise typer.BadParameter("--sites: expected layers, such as norm+output, got nothing.")
@@ -75,6 +77,8 @@ def bayesianize(
         batch_size=batch_size,
         seed=seed,
         command=shlex.join(["patchbayes", *sys.argv[1:]]),
+        resume=resume,
+        page=bayesianize_page,
         **options,
     )
     if as_json:
@@ -83,7 +87,8 @@ def bayesianize(
         show_json({"folder": str(folder), **content})
         return
     show(str(report))
-    show(f"\nwritten: {folder}\nnext: patchbayes evaluate {shlex.join([str(folder), *_apart_from(held_out)])}")
+    show(f"\nwritten: {folder}, with a page to look at: {folder / 'bayesianize.html'}")
+    show(f"next: patchbayes evaluate {shlex.join([str(folder), *_apart_from(held_out)])}")
 
 
 def _apart_from(held_out: str) -> list[str]:

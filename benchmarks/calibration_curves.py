@@ -1,0 +1,295 @@
+"""bayesianize_ along one option at a time: held-out examples, budget, views, cost of prediction; and under shift.
+
+    data    NLL with 50, 100, 300, 1,000 and 3,000 held-out examples, against temperature scaling on the same
+    budget  a quarter of the default budget, the default, and ten times as much
+    cost    draws that may cost 1.05, 1.2, 1.5, 3 and 20 passes; the rivals are the plain network on the image and its mirror
+            image (2 passes), and on ten views (10 passes), each with a temperature
+    views   draws on ten views against the plain network on the same views, as many passes, each with a temperature
+    shift   six corruptions made for small images at three severities; unfamiliar images; what is told by which score
+
+on two image classifiers,
+
+    fashion         small_resnet, trained here on 2,000 images of 14 x 14 pixels until it fits them: overconfident
+    cifar_resnet20  trained by others on CIFAR-100
+
+and for the costs also on a text classifier (`intents` of pairs.py). Held-out examples and scored ones are parts of the test
+data that do not overlap. One record, results/calibration_curves.json; a part that is in it is not measured again.
+
+    python benchmarks/calibration_curves.py [--networks fashion ...] [--curves data ...] [--seeds 0 1 2] [--scored 1000]
+                                            [--data-dir FOLDER] [--results FOLDER] [--anew]
+"""
+
+import argparse
+import copy
+import functools
+import json
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from bundle_fashion import halved
+from pairs import PAIRS
+from records import RESULTS, write_record
+from safetensors.torch import load_file, save_file
+from scoring import paired, row
+from torch import Tensor, nn
+
+import patchbayes as pb
+from patchbayes import metrics, nets, views
+from patchbayes.cli import demo_study
+from patchbayes.data import read
+from patchbayes.data.small_images import SMALL_CORRUPTIONS, SMALL_SEVERITIES, corrupt_small
+from patchbayes.runs.robustness import fitted
+
+BATCH, DRAWS, POOL, TRAINING = 64, 20, 5000, 5000
+#: The trained small_resnet is kept here between runs.
+KEPT = RESULTS.parent / "build" / "calibration_fashion.safetensors"
+DATA = (50, 100, 300, 1000, 3000)
+BUDGETS = (10_000, 40_000, 400_000)
+COSTS = (1.05, 1.2, 1.5, 3.0, 20.0)
+
+
+@dataclass
+class Subject:
+    """A trained network, raw test examples with their classes, how they become inputs; some of what it was trained on."""
+
+    network: nn.Module
+    raw: Tensor
+    targets: Tensor
+    inputs: Callable[[Tensor], Tensor]
+    unfamiliar: Tensor | None = None
+    training: tuple[Tensor, Tensor] | None = None
+
+    def held_out(self, number: int) -> list[tuple[Tensor, Tensor]]:
+        """The first examples of the pool that is never scored, so many."""
+        x, y = self.inputs(self.raw[:number]), self.targets[:number]
+        return list(zip(x.split(BATCH), y.split(BATCH), strict=True))
+
+    def scored(self, number: int) -> tuple[Tensor, Tensor]:
+        pool = min(POOL, len(self.targets) // 2)
+        return self.raw[pool : pool + number], self.targets[pool : pool + number]
+
+
+def fashion(folder: Path) -> Subject:
+    material = demo_study.fashion(0)
+    network = material.network(0)
+    if KEPT.exists():
+        network.load_state_dict(load_file(KEPT))
+        network.eval()
+    else:
+        demo_study.fit(network, material, 40, 0)
+        KEPT.parent.mkdir(exist_ok=True)
+        save_file(network.state_dict(), KEPT)
+    split = read("fashion-mnist", folder, held_out=0.0).test
+    raw, classes = split.fetch(torch.arange(len(split)))
+    inputs = read("fashion").preparation.inputs
+    return Subject(network, halved(raw), classes, inputs, material.unfamiliar, material.train)
+
+
+def cifar(folder: Path) -> Subject:
+    network = nets.cifar_resnet20()
+    network.load_state_dict(load_file(folder / "pretrained" / "cifar100_resnet20.safetensors"))
+    network.eval().to(memory_format=torch.channels_last)
+    data = read("cifar100", folder, held_out=0.0)
+    raw, classes = data.test.fetch(torch.arange(len(data.test)))
+    foreign = read("fashion-mnist", folder, held_out=0.0).test.fetch(torch.arange(1000))[0]
+    inputs = data.preparation.inputs
+    some, of = data.train.fetch(torch.arange(TRAINING))
+    return Subject(network, raw, classes, inputs, inputs(fitted(foreign, data.input_shape)), (inputs(some), of))
+
+
+def intents(folder: Path) -> Subject:
+    torch.manual_seed(0)
+    pair = PAIRS["intents"](folder)
+    order = torch.randperm(len(pair.targets), generator=torch.Generator().manual_seed(0))
+    return Subject(pair.network, pair.inputs[order], pair.targets[order], lambda tokens: tokens)
+
+
+SUBJECTS: dict[str, Callable[[Path], Subject]] = {"fashion": fashion, "cifar_resnet20": cifar, "intents": intents}
+
+
+def log_probs(model: nn.Module, x: Tensor, draws: Any, seen: Any = None) -> Tensor:
+    return torch.cat([pb.predict(model, part, draws, views=seen).log_probs for part in x.split(BATCH)])
+
+
+def scaled(subject: Subject, number: int, seen: Any = None) -> nn.Module:
+    """The rival: a copy without patches, with the temperature that fits so many held-out examples."""
+    model = copy.deepcopy(subject.network)
+    pb.calibrate_(model, subject.held_out(number), examples=number, views=seen)
+    return model
+
+
+def made(subject: Subject, number: int, seed: int, **options: Any) -> tuple[nn.Module, dict[str, Any]]:
+    model = copy.deepcopy(subject.network)
+    worked = time.process_time()
+    report = pb.bayesianize_(model, subject.held_out(number), seed=seed, **{"draws": DRAWS, **options})
+    print(report, flush=True)
+    return model, {
+        "cpu_seconds": time.process_time() - worked,
+        "chosen": report.chosen,
+        "sites": len(report.spread),
+        "passes": report.passes,
+        "scoring_passes": report.scoring_passes,
+        "patch_share": report.patch_bytes / report.model_bytes,
+    }
+
+
+def compared(found: Tensor, rival: Tensor, targets: Tensor) -> dict[str, Any]:
+    return row(found, targets) | paired(found, rival, targets) | {"rival_nll": metrics.nll(rival, targets)}
+
+
+def data_curve(subject: Subject, seed: int, scored: int) -> list[dict[str, Any]]:
+    raw, targets = subject.scored(scored)
+    x, rows = subject.inputs(raw), []
+    for number in DATA:
+        rival = log_probs(scaled(subject, number), x, "mean")
+        model, how = made(subject, number, seed)
+        rows.append({"held_out": number, **compared(log_probs(model, x, DRAWS), rival, targets), **how})
+    return rows
+
+
+def budget_curve(subject: Subject, seed: int, scored: int) -> list[dict[str, Any]]:
+    raw, targets = subject.scored(scored)
+    x, rows = subject.inputs(raw), []
+    rival = log_probs(scaled(subject, 1500), x, "mean")
+    for budget in BUDGETS:
+        model, how = made(subject, 1500, seed, budget=budget)
+        rows.append({"budget": budget, **compared(log_probs(model, x, DRAWS), rival, targets), **how})
+    return rows
+
+
+def cost_curve(subject: Subject, seed: int, scored: int) -> list[dict[str, Any]]:
+    raw, targets = subject.scored(scored)
+    x = subject.inputs(raw)
+    plain = log_probs(scaled(subject, 1500), x, "mean")
+    rows: list[dict[str, Any]] = [{"title": "temperature scaling", "passes_allowed": 1.0, **row(plain, targets)}]
+    for cost in COSTS:
+        some = {"predict_cost": cost} if cost < DRAWS else {}
+        try:
+            model, how = made(subject, 1500, seed, **some)
+        except pb.errors.PatchbayesError as error:  # the last layer alone costs more
+            rows.append({"title": f"{DRAWS} draws", "passes_allowed": cost, "refused": str(error).splitlines()[0]})
+            continue
+        plan = pb.predict(model, x[:BATCH], DRAWS, engine="graph").plan  # what many predictions come to
+        found = compared(log_probs(model, x, DRAWS), plain, targets) | {"passes_counted": DRAWS * plan.work}
+        rows.append({"title": f"{DRAWS} draws", "passes_allowed": cost, **found, **how})
+    for seen, passes in ((views.mirror, 2), (views.shifts(), 10)) if x.dim() == 4 else ():
+        found = log_probs(scaled(subject, 1500, seen), x, "mean", seen)
+        title = f"plain, {seen.name.partition('(')[0]}"
+        rows.append({"title": title, "passes_allowed": float(passes), **compared(found, plain, targets)})
+    return rows
+
+
+def views_curve(subject: Subject, seed: int, scored: int) -> list[dict[str, Any]]:
+    raw, targets = subject.scored(scored)
+    x, rows = subject.inputs(raw), []
+    for seen, draws in ((views.mirror, 2), (views.shifts(), 10), (views.shifts(), 20)):
+        rival = log_probs(scaled(subject, 1500, seen), x, "mean", seen)
+        model, how = made(subject, 1500, seed, draws=draws, views=seen)
+        found = compared(log_probs(model, x, draws, seen), rival, targets)
+        rows.append({"views": seen.name, "draws": draws, "rival_passes": len(seen), **found, **how})
+    return rows
+
+
+def shift_curve(subject: Subject, seed: int, scored: int) -> dict[str, Any]:
+    """NLL under corruption; how well scores tell unfamiliar images from familiar ones, and errors from right answers."""
+    raw, targets = subject.scored(scored)
+    plain, (model, how) = scaled(subject, 1500), made(subject, 1500, seed)
+    ways = {
+        "original": lambda x: log_probs(subject_model, x, "mean"),
+        "temperature scaling": lambda x: log_probs(plain, x, "mean"),
+        "bayesianize_": lambda x: log_probs(model, x, DRAWS),
+    }
+    subject_model = copy.deepcopy(subject.network)
+    clean = {name: row(way(subject.inputs(raw)), targets) for name, way in ways.items()}
+    corrupted: dict[str, dict[str, list[float]]] = {name: {} for name in ways}
+    gains: list[Tensor] = []
+    for kind in SMALL_CORRUPTIONS:
+        for severity in SMALL_SEVERITIES:
+            x = subject.inputs(corrupt_small(raw, kind, severity))
+            found = {name: way(x) for name, way in ways.items()}
+            for name, values in found.items():
+                corrupted[name].setdefault(kind, []).append(metrics.nll(values, targets))
+            both = torch.stack([found["bayesianize_"], found["temperature scaling"]])
+            each = both[:, torch.arange(len(targets)), targets].double()
+            gains.append(each[0] - each[1])
+    gain = torch.stack(gains).mean(0)  # of every image, over its corruptions
+    return {
+        "clean": clean,
+        "corrupted": corrupted,
+        "gain": float(gain.mean()),
+        "gain_error": float(gain.std() / math.sqrt(len(gain))),
+        "telling": _telling(subject, plain, model, raw, targets),
+        **how,
+    }
+
+
+def _telling(subject: Subject, plain: nn.Module, model: nn.Module, raw: Tensor, targets: Tensor) -> dict[str, Any]:
+    assert subject.unfamiliar is not None
+    x, foreign = subject.inputs(raw), subject.unfamiliar[: len(raw)]
+    rows = {}
+    for name, network, draws in (("temperature scaling", plain, "mean"), ("bayesianize_", model, DRAWS)):
+        known, unknown = ([pb.predict(network, part, draws) for part in some.split(BATCH)] for some in (x, foreign))
+        correct = torch.cat([p.probs for p in known]).argmax(1) == targets
+        scores = {
+            "entropy": lambda p: p.entropy,
+            "largest probability": lambda p: 1 - p.probs.amax(1),
+            "mutual information": lambda p: p.mutual_information,
+        }
+        for title, score in scores.items() if draws != "mean" else list(scores.items())[:2]:
+            familiar, other = (torch.cat([score(p) for p in some]) for some in (known, unknown))
+            rows[f"{name}, {title}"] = {
+                "ood_auroc": metrics.auroc(familiar, other),
+                "error_auroc": metrics.auroc(familiar[correct], familiar[~correct]),
+                "aurc": metrics.aurc(-familiar, correct),
+            }
+    return rows
+
+
+CURVES: dict[str, Callable[[Subject, int, int], Any]] = {
+    "data": data_curve,
+    "cost": cost_curve,
+    "views": views_curve,
+    "shift": shift_curve,
+    "budget": budget_curve,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--networks", nargs="+", default=list(SUBJECTS), choices=SUBJECTS)
+    parser.add_argument("--curves", nargs="+", default=list(CURVES), choices=CURVES)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--scored", type=int, default=1000)
+    parser.add_argument("--anew", action="store_true", help="measure again what the record holds")
+    parser.add_argument("--data-dir", type=Path, default=os.environ.get("PATCHBAYES_DATA", "."))
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
+    torch.set_flush_denormal(True)
+    path = options.results / "calibration_curves.json"
+    cells = json.loads(path.read_text())["cells"] if path.exists() else []
+    subject = functools.cache(lambda name: SUBJECTS[name](Path(options.data_dir)))
+    for curve in options.curves:
+        for name in options.networks:
+            if name == "intents" and curve != "cost":
+                continue
+            for seed in options.seeds:
+                cell = {"curve": curve, "network": name, "seed": seed}
+                known = [one for one in cells if cell.items() <= one.items()]
+                if known and not options.anew:
+                    continue
+                found = CURVES[curve](subject(name), seed, options.scored)
+                cells = [one for one in cells if one not in known]
+                cells.append(cell | {"scored": options.scored, "found": found})
+                write_record("calibration_curves", {"cells": cells}, options.results)
+                print(json.dumps(cells[-1]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""bayesianize_ after a kill: what was tried is kept in a file, used by the same call alone, and leads to the same result."""
+
+import json
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+import patchbayes as pb
+from calibrated_networks import batches, classifier, inputs, labels_from
+from command_line import command
+from patchbayes.bayesianizing.spread import SpreadSearch
+from patchbayes.errors import PatchbayesError
+from patchbayes.nets import small_cnn
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.fixture
+def scored(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The levels that were scored, each time that one was."""
+    seen: list[float] = []
+    own = SpreadSearch._scored
+
+    def counted(self: SpreadSearch, level: float, slope: float, examples: int) -> object:
+        seen.append(level)
+        return own(self, level, slope, examples)
+
+    monkeypatch.setattr(SpreadSearch, "_scored", counted)
+    return seen
+
+
+def run(path: Path | None, dies_after: int | None = None, scored: list[float] | None = None, **options: object) -> str:
+    net, x = classifier(scale=3.0), inputs(300)
+    y = labels_from(torch.softmax(net(x) / 2, -1).detach())
+
+    def progress(_stage: str, _left: float) -> None:
+        if dies_after is not None and scored is not None and len(scored) > dies_after:
+            raise Killed
+
+    report = pb.bayesianize_(net, batches(x, y), progress=progress, keep_tries=path, **{"budget": 6000, **options})  # type: ignore[arg-type]
+    return json.dumps([report.losses, report.spread, report.temperature, report.passes, report.after.nll])
+
+
+def test_a_killed_search_goes_on_to_the_same_result(tmp_path: Path, scored: list[float]) -> None:
+    whole, number = run(None), len(scored)
+    scored.clear()
+    with pytest.raises(Killed):
+        run(tmp_path / "tried.json", 2, scored)
+    kept = len(json.loads((tmp_path / "tried.json").read_text())["tries"])
+    scored.clear()
+    assert run(tmp_path / "tried.json") == whole
+    assert kept == 2
+    assert len(scored) == number - kept
+
+
+def test_what_another_call_tried_is_not_used(tmp_path: Path, scored: list[float]) -> None:
+    run(tmp_path / "tried.json")
+    for other in ({"seed": 1}, {"draws": 8}, {"budget": 5000}, {"sites": "output"}):
+        scored.clear()
+        whole = run(None, **other)
+        number = len(scored)
+        scored.clear()
+        assert run(tmp_path / "tried.json", **other) == whole
+        assert len(scored) == number
+
+
+def test_a_file_that_holds_something_else_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "tried.json"
+    for content in ("[]", "no", '"digest"'):
+        path.write_text(content)
+        with pytest.raises(PatchbayesError, match=r"tried\.json"):
+            run(path)
+
+
+def test_the_command_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scored: list[float]) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    safetensors.torch.save_file(small_cnn(1, 10).state_dict(), "net.safetensors")
+    line = (
+        "bayesianize net.safetensors run --model small_cnn --data digits --held-out test[:60] --budget 2000 --draws 5"
+    )
+    own = SpreadSearch._scored
+
+    def dying(self: SpreadSearch, *place: object) -> object:
+        if len(scored) == 3:
+            raise Killed
+        return own(self, *place)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SpreadSearch, "_scored", dying)
+        with pytest.raises(Killed):
+            command(line)
+    assert Path("run.tried.json").exists()
+    assert not Path("run").exists()
+    scored.clear()
+    resumed = command(f"{line} --resume --json").json
+    again = len(scored)
+    assert not Path("run.tried.json").exists()
+    assert "is done: there is nothing to resume" in command(f"{line} --resume", code=1).err
+    scored.clear()
+    whole = command(line.replace(" run ", " whole ") + " --json").json
+    assert again == len(scored) - 3
+    for found in (resumed, whole):
+        del found["folder"], found["seconds"]
+    assert resumed == whole
