@@ -362,7 +362,7 @@ def _compare_tensors(
         shared = {key: value for key, value in state.items() if key not in mine and key not in aliases}
         for key in sorted(shared.keys() | digests.keys()):
             if key not in shared or digests.get(key) != _digest(shared[key]):
-                problems.append(f"shared tensor {key} is not the one that the patch was trained on")
+                problems.append(f"shared tensor {key} is not that of the patched network: load it first, or save(whole=True)")
     return problems
 
 
