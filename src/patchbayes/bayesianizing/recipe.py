@@ -14,8 +14,9 @@ from ..patching.patch import is_patched, patch_, patched_sites, unpatch_
 from ..patching.selection import Sites
 from ..posteriors.method import Method
 from ..posteriors.spread import Spread
+from ..prediction.batches import as_tensor
 from ..views import Views
-from .calibrate import BATCH, Calibration, as_tensor, check_numbers, shown
+from .calibrate import BATCH, Calibration, check_numbers, shown
 from .held_out import HeldOut, Select, to_device
 from .layers import affordable_layers
 from .report import BayesianizeReport

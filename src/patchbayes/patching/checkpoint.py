@@ -362,7 +362,7 @@ def _compare_tensors(
         shared = {key: value for key, value in state.items() if key not in mine and key not in aliases}
         for key in sorted(shared.keys() | digests.keys()):
             if key not in shared or digests.get(key) != _digest(shared[key]):
-                problems.append(f"shared tensor {key} is not that of the patched network: load it first, or save(whole=True)")
+                problems.append(f"shared tensor {key} is not the one that the patch was trained on")
     return problems
 
 
@@ -395,6 +395,6 @@ def _digest(tensor: Tensor) -> str:
 
 
 def _listing(what: str, problems: list[str]) -> str:
-    shown = "\n".join(f"  - {problem}" for problem in problems[:12])
-    more = f"\n  - ... and {len(problems) - 12} more" if len(problems) > 12 else ""
-    return f"load_: {what}:\n{shown}{more}"
+    shown = [*problems[:12], *([f"... and {len(problems) - 12} more"] if len(problems) > 12 else [])]
+    rest = "\n  do       load the network's own weights first; or save all of it, save(..., whole=True), and load that."
+    return f"load_: {what}:{''.join(f'{chr(10)}  - {one}' for one in shown)}{rest * problems[0].startswith('shared')}"
