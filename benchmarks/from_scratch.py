@@ -7,7 +7,7 @@
     intents     a pretrained MiniLM, fine-tuned to tell 150 intents apart, 10 requests each. (--data-dir)
 
 Contestants: "plain" (the original network, temperature scaling, `bayesianize_`), "dropout:RATE" (20 draws and one pass),
-"mixed:NOISE" (patches as `pb.mixed` puts them, then `calibrate_`; 20 draws and one pass), "ensemble:MEMBERS".
+"mixed:NOISE" (patches as `pb.mixed` puts them, none for 0, then `calibrate_`; 20 draws and one pass), "ensemble:MEMBERS".
 
 Where there are several rates or levels of noise, all are trained with the first seed, and the one with the least NLL on its
 held-out examples, in its better form, is trained with the others. The record keeps what was found.
@@ -108,14 +108,14 @@ def _clean_fashion(seed: int, _: str | None) -> Material:
 
 REGIMES = {
     "fashion": Regime(40, _fashion, contest, training_step),
-    "underfit": Regime(4, _clean_fashion, contest, training_step, rates=(0.02, 0.1), noises=(0.1,)),
+    "underfit": Regime(4, _clean_fashion, contest, training_step, rates=(0.02, 0.1), noises=(0.0, 0.1)),
     "uci": Regime(
         100,
         uci_regime.concrete,
         uci_regime.contest,
         uci_regime.step,
         rates=(0.02, 0.05, 0.1),
-        noises=(0.1, 0.5, 1.0),
+        noises=(0.0, 0.5, 1.0),
     ),
     "cifar": Regime(20, cifar, contest, training_step, rates=(0.1, 0.2)),
     "intents": Regime(6, intents, contest, training_step, rates=(0.1, 0.2)),

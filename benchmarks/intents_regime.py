@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from subjects import torchvision_operators
 from torch import Tensor, nn
 
 from patchbayes.cli.demo_study import Material
 
 LEARNING_RATE, LENGTH, EACH, HELD_OUT, TESTED = 3e-4, 20, 10, 1000, 10
+_KEPT = torchvision_operators()  # transformers imports torchvision where it is installed
 
 
 class Classifier(nn.Module):

@@ -48,7 +48,7 @@ def network(contestant: str, seed: int, features: int) -> nn.Module:
     likelihood = HeteroscedasticGaussian()
     if kind == "dropout":
         pb.patch_(model, pb.Dropout(float(number)), "norm", likelihood=likelihood)
-    elif kind == "mixed":
+    elif kind == "mixed" and float(number):  # 0: not patched
         generator = torch.Generator().manual_seed(seed)
         pb.patch_(model, pb.mixed(float(number)), likelihood=likelihood, generator=generator)
     return model
@@ -91,7 +91,9 @@ def contest(table: Table, contestant: str, seed: int, epochs: int) -> dict[str, 
             for name, draws in (("draws", DRAWS), ("one pass", "mean"))
         }
     else:
-        report = pb.calibrate_(model, [table.held_out], draws=DRAWS, seed=seed)
+        report = pb.calibrate_(
+            model, [table.held_out], draws=DRAWS, likelihood=HeteroscedasticGaussian(), seed=seed
+        )
         result["rows"] = {
             f"mixed {number}, draws": scores(table, model, DRAWS, report.temperature),
             f"mixed {number}, one pass": scores(table, model, "mean", report.mean_temperature),

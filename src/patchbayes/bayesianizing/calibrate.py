@@ -21,6 +21,7 @@ from ..patching.patch import is_patched
 from ..patching.roots import install_root_, remove_root_
 from ..patching.selection import call, evaluating
 from ..prediction import predict_batches
+from ..prediction.batches import as_tensor
 from ..prior import Prior
 from ..views import Views, as_views
 from .held_out import HeldOut, Select, to_device
@@ -76,7 +77,7 @@ def calibrate_(
                passes, come on top.
     examples   held-out examples that are used at most, a random part by `seed`; they are held in memory.
     likelihood what the output says of the targets; that of the patched network if not given.
-    output     network output -> tensor, for networks that return something else (a `.logits` attribute is found).
+    output     network output -> tensor, for networks that return something else (`.logits` and ["logits"] are found).
     views      as in `predict`, which must then be given the same: the draws are calibrated on their views, and the rival is the
                mean network averaged over the same views, with a temperature.
     progress   called with the stage and the seconds left of it; by default a line on a terminal.
@@ -365,17 +366,6 @@ def shown(progress: Callable[[str, float], None] | None) -> Iterator[Callable[[s
         yield lambda stage, left: print(f"\r{stage}: {left:.0f} s left   ", end="", file=sys.stderr, flush=True)
     finally:
         print("\r" + " " * 48 + "\r", end="", file=sys.stderr, flush=True)
-
-
-def as_tensor(value: Any) -> Tensor:
-    """The output itself, or its `.logits`."""
-    found = value if isinstance(value, Tensor) else getattr(value, "logits", None)
-    if isinstance(found, Tensor):
-        return found
-    raise PatchbayesError(
-        f"calibrate_: the network returns a {type(value).__name__}; expected a tensor, or something with .logits.\n"
-        "  do       pass output=lambda y: y[...] that picks it."
-    )
 
 
 def check_numbers(draws: int, budget: int, examples: int) -> None:

@@ -16,8 +16,9 @@ from ..patching.report import PatchReport
 from ..patching.selection import Sites
 from ..posteriors.method import Method
 from ..posteriors.spread import Spread
+from ..prediction.batches import as_tensor
 from ..views import Views
-from .calibrate import BATCH, Calibration, as_tensor, check_numbers, shown
+from .calibrate import BATCH, Calibration, check_numbers, shown
 from .held_out import HeldOut, Select, to_device
 from .layers import NORMS, candidate_layers
 from .report import BayesianizeReport

@@ -1,5 +1,6 @@
 """patchbayes train: a run folder from a data set, a network and a method."""
 
+import dataclasses
 import inspect
 import json
 import shlex
@@ -39,6 +40,13 @@ def train(
         typer.Option(
             help='"ecmp(5)" if not given; "emp(5, jitter=0.3)", "dropout(0.1)", "norm: emp(5); linear: dropout(0.1)", ...; '
             "vanilla is not patched."
+        ),
+    ] = None,
+    noise: Annotated[
+        str | None,
+        typer.Option(
+            help="Instead of --method: the mixed scheme of docs/training.md with so much noise, 1 for most; 0: no patches; "
+            "auto: up to three runs, of which the held-out part chooses."
         ),
     ] = None,
     sites: Annotated[
@@ -107,10 +115,12 @@ def train(
     patchbayes train runs/ecmp --data digits --model small_cnn --method ecmp --epochs 20
     patchbayes train runs/emp --data cifar100 --model cifar_resnet20 --method "emp(5, jitter=0.3)" --set warmup=1
     patchbayes train runs/ecmp --resume
+    patchbayes train runs/net --data csv:table.csv#target --model mlp --noise auto
     """
     from ..errors import PatchbayesError
     from ..runs import RunFolder, TrainingConfig
     from ..runs import train as train_network
+    from ..runs.noise import train_with_chosen_noise, with_noise
 
     named = {
         "data": data, "model": model, "method": method, "sites": sites, "objective": objective,
@@ -121,8 +131,9 @@ def train(
     }  # fmt: skip
     need("train", {"accelerate": "cli"})
     chosen: dict[str, Any] = {}
-    if resume and ((folder / "config.json").exists() or data is None):  # killed before it began: the options tell
-        begun = RunFolder.open(folder)
+    first = folder / "noise-0" if noise == "auto" else folder
+    if resume and ((first / "config.json").exists() or data is None):  # killed before it began: the options tell
+        begun = RunFolder.open(first)
         if begun.kind != "train":
             raise PatchbayesError(f'{folder} holds a run of the kind "{begun.kind}"; only a training can be resumed.')
         chosen |= begun.training.to_json()
@@ -135,6 +146,21 @@ def train(
     if missing:
         raise typer.BadParameter(f"give {' and '.join(missing)}.")
     settings_of_run = TrainingConfig.from_json(chosen)
+    if noise is not None and (method is not None or sites is not None):
+        raise typer.BadParameter("--noise says which layers are patched and how: leave out --method and --sites.")
+    if noise == "auto":
+        trials = train_with_chosen_noise(
+            settings_of_run, folder, resume=resume, quiet=quiet, trust_code=True, say=tell if as_json else show
+        )
+        best = trials[0]
+        if as_json:
+            show_json({**dataclasses.asdict(best), "folder": str(best.folder)})
+            return
+        show(f"chosen: {f'noise {best.noise:g}' if best.noise else 'no patches'}, in {best.folder}")
+        show(f"next: patchbayes evaluate {shlex.join(str(trial.folder) for trial in trials)}")
+        return
+    if noise is not None:
+        settings_of_run = with_noise(settings_of_run, _level(noise))
     run = train_network(settings_of_run, folder, resume=resume, quiet=quiet, trust_code=True, say=tell)
     history = run.history()
     if as_json:
@@ -146,6 +172,13 @@ def train(
     )
     show(f"{folder}: after epoch {last.get('epoch', 0)}{', ' + scores if scores else ''}")
     show(f"next: patchbayes evaluate {shlex.quote(str(folder))}")
+
+
+def _level(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise typer.BadParameter(f"--noise {text}: expected a number, such as 1, or auto.") from None
 
 
 def _refuse_code_of_files(read: dict[str, Any], trust_code: bool) -> None:

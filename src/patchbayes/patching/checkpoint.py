@@ -395,6 +395,6 @@ def _digest(tensor: Tensor) -> str:
 
 
 def _listing(what: str, problems: list[str]) -> str:
-    shown = "\n".join(f"  - {problem}" for problem in problems[:12])
-    more = f"\n  - ... and {len(problems) - 12} more" if len(problems) > 12 else ""
-    return f"load_: {what}:\n{shown}{more}"
+    shown = [*problems[:12], *([f"... and {len(problems) - 12} more"] if len(problems) > 12 else [])]
+    rest = "\n  do       load the network's own weights first; or save all of it, save(..., whole=True), and load that."
+    return f"load_: {what}:{''.join(f'{chr(10)}  - {one}' for one in shown)}{rest * problems[0].startswith('shared')}"

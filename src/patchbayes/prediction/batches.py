@@ -61,7 +61,7 @@ def as_tensor(value: Any) -> Tensor:
     if isinstance(value, Mapping):
         given += f" with the keys {', '.join(map(repr, value))}"
     raise PatchbayesError(
-        f'predict: the network returns {given}; expected a tensor, or one as .logits or ["logits"].\n'
+        f'the network returns {given}; expected a tensor, or one as .logits or ["logits"].\n'
         "  do       pass output=lambda y: y[...] that picks it."
     )
 
