@@ -1,6 +1,7 @@
 """Every method of the family against the rest: the same networks, data and steps, calibrated on the same held-out part.
 
-    fashion   2,000 images at 14 x 14, 1,000 held out, 2,000 to test; the number is chosen with the first seed.
+    fashion   2,000 images at 14 x 14, 1,000 held out, 2,000 to test, two hidden layers of 100 units with batch norm, 30 epochs;
+              the number is chosen with the first seed.
     uci       yacht, boston, concrete, energy: the first five published splits, a tenth held out, one hidden layer of 50 units;
               the number is chosen for every split anew, since one split's held-out rows are another's test. (--data-dir)
 
@@ -42,7 +43,7 @@ from patchbayes_reproduce.regression_splits import read_splits
 
 DRAWS, BATCH = 20, 128
 #: Steps of BATCH examples, and the learning rate of Adam.
-STEPS = {"fashion": 240, "uci": 350}
+STEPS = {"fashion": 480, "uci": 200}
 LEARNING_RATES = {"fashion": 1e-3, "uci": 1e-2}
 #: What calibration may take: inputs through the network, and held-out examples.
 BUDGET, EXAMPLES = 10_000, 500
@@ -50,7 +51,7 @@ UCI_SETS = ("yacht", "boston", "concrete", "energy")
 #: name of a row -> its candidates, rules as text. One component without noise is the plain network.
 METHODS = {
     "vanilla": ["norm: emp(1)"],
-    "dropout": [f"norm: dropout({rate})" for rate in (0.02, 0.1, 0.2)],
+    "dropout": [f"norm: dropout({rate})" for rate in (0.02, 0.1)],
     "EMP": [f"norm+output: emp(5, jitter={jitter})" for jitter in (0.1, 0.3)],
     "ECMP": [f"norm+output: ecmp(5, jitter={jitter})" for jitter in (0.1, 0.3)],
     "learned sigma": [f"norm+output: gaussianmixture(5, scale={scale})" for scale in (0.03, 0.1)],
@@ -58,12 +59,8 @@ METHODS = {
     "flow": [f"norm+output: flow(scale={scale})" for scale in (0.03, 0.1)],
     "MNF": [f"linear+conv: mnf(scale={scale})" for scale in (0.03, 0.1)],
     "ensemble of five": ["all: ensemble(5)"],
-    "EMP on norms, dropout on the output": [
-        f"norm: emp(5, jitter=0.1); output: dropout({rate})" for rate in (0.02, 0.1)
-    ],
-    "EMP on norms, ECMP on the output": [
-        f"norm: emp(5, jitter={jitter}); output: ecmp(5, jitter={jitter})" for jitter in (0.1, 0.3)
-    ],
+    "EMP on norms, dropout on linear": ["norm: emp(5, jitter=0.1); linear: dropout(0.1)"],
+    "EMP on norms, ECMP on linear": ["norm: emp(5, jitter=0.1); linear: ecmp(5, jitter=0.1)"],
 }
 LEARNED = {
     "EMP, learned p": ["norm+output: emp(5, jitter=0.1, learn_probabilities=True)"],
@@ -85,7 +82,9 @@ class Task:
 
 def image_task(seed: int) -> Task:
     material = fashion(seed, corrupted=1)
-    return Task(material.train, material.held_out, material.test, material.network(seed), pb.likelihoods.Categorical())
+    parts = [(x.flatten(1), y) for x, y in (material.train, material.held_out, material.test)]
+    network = _seeded_mlp(seed, parts[0][0].shape[1], (100, 100), 10)
+    return Task(parts[0], parts[1], parts[2], network, pb.likelihoods.Categorical())
 
 
 def uci_task(name: str, split: int, data_dir: Path) -> Task:
@@ -94,12 +93,16 @@ def uci_task(name: str, split: int, data_dir: Path) -> Task:
     x, y = stack.train_inputs[0], stack.train_targets[0, :, :1]
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(split))
     few, rest = order[: len(x) // 10], order[len(x) // 10 :]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(split)
-        network = mlp(x.shape[1], (50,), 1)
+    network = _seeded_mlp(split, x.shape[1], (50,), 1)
     test = (stack.test_inputs[0], stack.test_targets[0, :, :1])
     likelihood = pb.likelihoods.Gaussian(10.0, learn=True)
     return Task((x[rest], y[rest]), (x[few], y[few]), test, network, likelihood, float(stack.unit[0, 0]))
+
+
+def _seeded_mlp(seed: int, inputs: int, hidden: tuple[int, ...], outputs: int) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return mlp(inputs, hidden, outputs, gamma=1.0)
 
 
 def best_of(candidates: list[str], make: Callable[[], Task], seed: int, steps: int, rate: float) -> dict[str, Any]:

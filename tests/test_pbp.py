@@ -9,7 +9,21 @@ import pytest
 import torch
 from scipy import integrate, stats
 
-from patchbayes_reproduce.pbp import PBP, PUBLISHED, Weights, _PriorFactors, moments, relu_moments, rmse_on_test
+from patchbayes.errors import PatchbayesError
+from patchbayes_reproduce import registry
+from patchbayes_reproduce.experiment import Workspace, reproduce
+from patchbayes_reproduce.pbp import (
+    PBP,
+    Weights,
+    _forward,
+    _PriorFactors,
+    _slopes,
+    log_evidence,
+    moments,
+    relu_moments,
+    rmse_on_test,
+)
+from patchbayes_reproduce.pbp_errors import PUBLISHED
 from patchbayes_reproduce.regression_splits import SETS, read_splits
 
 
@@ -28,6 +42,21 @@ def test_units_that_are_almost_surely_off_have_finite_moments_and_gradients():
     out, variance = relu_moments(mean, torch.ones(3, dtype=torch.float64))
     (out.sum() + variance.sum()).backward()
     assert torch.isfinite(torch.cat([out, variance, mean.grad])).all()
+
+
+def test_slopes_are_those_of_autograd():
+    generator = torch.Generator().manual_seed(3)
+    network = PBP(2, 3, 5)
+    for layer in network.layers:
+        layer.variance = 0.1 + torch.rand(layer.mean.shape, generator=generator, dtype=torch.float64)
+    x, y = (torch.randn(2, *size, generator=generator, dtype=torch.float64) for size in ((3,), ()))
+    learned = [t.requires_grad_() for layer in network.layers for t in (layer.mean, layer.variance)]
+    mean, variance = moments(network.layers, x)
+    wanted = torch.autograd.grad(log_evidence(y - mean, variance + 1.2).sum(), learned)
+    with torch.no_grad():
+        total = (variance + 1.2).detach()
+        found = _slopes(network.layers, x, _forward(network.layers, x), (y - mean) / total, total)
+    torch.testing.assert_close(tuple(t for one in found for t in (one.mean, one.variance)), wanted)
 
 
 def test_moments_of_a_layer_are_those_of_products_of_independent_variables():
@@ -85,6 +114,28 @@ def test_a_line_is_learned_with_its_noise_and_splits_do_not_touch_each_other():
     torch.testing.assert_close(mean[1], -grid[1, :, 0], rtol=0, atol=0.25)
     assert (variance > 0.01).all()
     assert (variance < 0.4).all()
+
+
+def test_the_experiment_needs_data_and_says_what_it_ran(tmp_path, monkeypatch):
+    found = registry.experiment("pbp")
+    data = os.environ.get("PATCHBAYES_DATA")
+    monkeypatch.delenv("PATCHBAYES_DATA", raising=False)
+    with pytest.raises(PatchbayesError, match="pbp: needs a data folder"):
+        reproduce(found, "smoke", Workspace(work_dir=tmp_path), tmp_path)
+    if data is None:
+        pytest.skip("the regression sets are not here: set PATCHBAYES_DATA")
+    result = reproduce(found, "smoke", Workspace(Path(data), tmp_path), tmp_path)["result"]
+    (table,) = found.tables(result).values()
+    assert [line[0] for line in table[1]] == ["yacht"]
+    verdicts = {row.what: row.verdict for row in found.rows(result)}
+    assert set(verdicts.values()) == {"not comparable"}  # one epoch
+    full = {
+        "epochs": 40,
+        "sets": {name: {"rmse": [m - 1e-3, m + 1e-3], "hidden": 50} for name, (m, _) in PUBLISHED.items()},
+    }
+    assert {row.verdict for row in found.rows(full)} == {"within"}
+    full["sets"]["yacht"]["rmse"] = [1.2, 1.21]
+    assert [row.what for row in found.rows(full) if row.verdict == "outside"] == ["test RMSE of yacht, PBP"]
 
 
 @pytest.mark.slow
