@@ -57,7 +57,8 @@ def _overheads(result: Result) -> Finding:
     texts, holds = [], True
     for network, counts in result["networks"].items():
         over = {
-            m: 100 * (counts[m] / counts["plain"] - 1) for m in ("dropout", "emp", "ecmp", "mean_field_gaussian", "mnfg")
+            m: 100 * (counts[m] / counts["plain"] - 1)
+            for m in ("dropout", "emp", "ecmp", "mean_field_gaussian", "mnfg")
         }
         holds &= over["dropout"] == 0 and max(over["emp"], over["ecmp"]) < 18
         holds &= min(over["mean_field_gaussian"], over["mnfg"]) >= 100
