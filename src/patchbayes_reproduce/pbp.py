@@ -73,101 +73,87 @@ class PBP:
     @torch.no_grad()
     def _learn_(self, x: Tensor, y: Tensor) -> None:
         """One example of each split: x (R, F), y (R,)."""
-        steps = _forward(self.layers, x)
-        mean, variance = steps[-1].mean.squeeze(-1), steps[-1].variance.squeeze(-1)
+        first, second = self.layers
         a, b = self.noise_shape, self.noise_rate
+        x = _with_constant(x).unsqueeze(-1)
+        hidden = _first(first, x)
+        mean, variance = _second(second, hidden)
         error = y - mean
-        z, z_1, z_2 = (log_evidence(error, variance + noise) for noise in (b / (a - 1), b / a, b / (a + 1)))
-        total = variance + b / (a - 1)
-        by_mean = error / total
-        for layer, slopes in zip(self.layers, _slopes(self.layers, x, steps, by_mean, total), strict=True):
-            m = torch.addcmul(layer.mean, layer.variance, slopes.mean)
-            change = torch.addcmul(2 * slopes.variance, slopes.mean, slopes.mean, value=-1)
+        noisy = variance + b / (a - 1)
+        by_mean = error / noisy
+        slopes = _slopes(second, x, hidden, by_mean, 0.5 * (by_mean.square() - 1 / noisy))
+        for layer, (to_mean, to_variance) in zip(self.layers, slopes, strict=True):
+            m = torch.addcmul(layer.mean, layer.variance, to_mean)
+            change = torch.addcmul(2 * to_variance, to_mean, to_mean, value=-1)
             v = torch.addcmul(layer.variance, layer.variance.square(), change)
-            fine = (v > 1e-100) & m.isfinite() & v.isfinite()
+            fine = (v > 1e-100) & (v + m.abs() < torch.inf)
             layer.mean = torch.where(fine, m, layer.mean)
             layer.variance = torch.where(fine, v, layer.variance)
+        z, z_1, z_2 = (log_evidence(error, total) for total in (noisy, variance + b / a, variance + b / (a + 1)))
         self.noise_shape, self.noise_rate = _gamma(z, z_1, z_2, a, b)
 
 
 @dataclass
-class _Step:
-    """What a layer gave, before its ReLU and after it (the last has none), for the way back: (..., R, units) each."""
+class Hidden:
+    """Units after a ReLU, (..., R, H, 1): mean and variance, the probability that one is on, and its density at zero."""
 
-    into_mean: Tensor
-    into_variance: Tensor
+    on: Tensor
+    density: Tensor
     mean: Tensor
     variance: Tensor
 
 
 def moments(layers: Sequence[Weights], x: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and variance of the output, (..., R), for inputs (..., R, F): Gaussian before every ReLU, independent units."""
-    last = _forward(layers, x)[-1]
-    return last.mean.squeeze(-1), last.variance.squeeze(-1)
+    """Mean and variance of the output, (..., R), for inputs (..., R, F): Gaussian before the ReLU, independent units."""
+    first, second = layers
+    return _second(second, _first(first, _with_constant(x).unsqueeze(-1)))
 
 
-def _forward(layers: Sequence[Weights], x: Tensor) -> list[_Step]:
-    mean, variance = x, torch.zeros_like(x)
-    steps = []
-    for number, layer in enumerate(layers):
-        mean, variance = _with_constant(mean, 1.0), _with_constant(variance, 0.0)
-        size = layer.mean.shape[-1]
-        m, v = layer.mean, layer.variance
-        into_mean = (m @ mean.unsqueeze(-1)).squeeze(-1) / math.sqrt(size)
-        spread = m.square() @ variance.unsqueeze(-1) + v @ (variance + mean.square()).unsqueeze(-1)
-        into_variance = spread.squeeze(-1) / size
-        last = number == len(layers) - 1
-        mean, variance = (into_mean, into_variance) if last else relu_moments(into_mean, into_variance)
-        steps.append(_Step(into_mean, into_variance, mean, variance))
-    return steps
+def _first(layer: Weights, x: Tensor) -> Hidden:
+    """The hidden units for inputs (..., R, F + 1, 1), which have no variance."""
+    size = x.shape[-2]
+    mean, variance = (layer.mean @ x) / math.sqrt(size), (layer.variance @ x.square()) / size
+    return relu(mean, variance)
 
 
-def _slopes(layers: Sequence[Weights], x: Tensor, steps: list[_Step], by_mean: Tensor, total: Tensor) -> list[Weights]:
-    """Slopes of log Z with respect to every layer's means and variances, from d log Z / d m_out (R,) and v_out + noise."""
-    found: list[Weights] = []
-    to_mean = by_mean.unsqueeze(-1)
-    to_variance = 0.5 * (by_mean.square() - 1 / total).unsqueeze(-1)
-    for number in reversed(range(len(layers))):
-        layer, into = layers[number], steps[number - 1] if number else _Step(x, x, x, torch.zeros_like(x))
-        mean, variance = _with_constant(into.mean, 1.0), _with_constant(into.variance, 0.0)
-        size = layer.mean.shape[-1]
-        to_mean, to_variance = to_mean / math.sqrt(size), to_variance / size
-        column = to_variance.unsqueeze(-1)
-        slope = to_mean.unsqueeze(-1) * mean.unsqueeze(-2) + 2 * layer.mean * (column * variance.unsqueeze(-2))
-        found.insert(0, Weights(slope, column * (variance + mean.square()).unsqueeze(-2)))
-        if number == 0:
-            break
-        by_v = (to_variance.unsqueeze(-2) @ layer.variance).squeeze(-2)
-        by_m = (to_mean.unsqueeze(-2) @ layer.mean).squeeze(-2) + 2 * mean * by_v
-        by_v = by_v + (to_variance.unsqueeze(-2) @ layer.mean.square()).squeeze(-2)
-        to_mean, to_variance = _relu_slopes(into, by_m[..., :-1], by_v[..., :-1])
-    return found
+def _second(layer: Weights, hidden: Hidden) -> tuple[Tensor, Tensor]:
+    """Mean and variance of the output, (..., R); the last weight is that of the constant."""
+    size = layer.mean.shape[-1]
+    (m, of_constant), (v, its_variance) = (_parts(weights) for weights in (layer.mean, layer.variance))
+    mean = (m @ hidden.mean + of_constant) / math.sqrt(size)
+    spread = (m.square() + v) @ hidden.variance + v @ hidden.mean.square() + its_variance
+    return mean[..., 0, 0], spread[..., 0, 0] / size
 
 
-def _relu_slopes(step: _Step, by_mean: Tensor, by_variance: Tensor) -> tuple[Tensor, Tensor]:
-    """Slopes before a ReLU from those after it: d mean = Phi dm + phi / (2 s) dv, d variance = 2 mean (1 - Phi) dm + ..."""
-    deviation = step.into_variance.sqrt()
-    ratio = step.into_mean / deviation
-    on = torch.special.ndtr(ratio)
-    density = (-0.5 * ratio.square()).exp() / (math.sqrt(2 * math.pi) * deviation)
-    to_mean = on * by_mean + 2 * step.mean * torch.special.ndtr(-ratio) * by_variance
-    return to_mean, 0.5 * density * by_mean + (on - step.mean * density) * by_variance
+def _slopes(
+    second: Weights, x: Tensor, hidden: Hidden, by_mean: Tensor, by_variance: Tensor
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Slopes of log Z with respect to both layers' means and variances, from those of the output's mean and variance (R,)."""
+    size = second.mean.shape[-1]
+    m, v = (_parts(weights)[0].mT for weights in (second.mean, second.variance))
+    to_mean, to_variance = by_mean.view(-1, 1, 1) / math.sqrt(size), by_variance.view(-1, 1, 1) / size
+    square = hidden.mean.square()
+    of_mean = to_mean * hidden.mean + 2 * to_variance * m * hidden.variance
+    of_variance = to_variance * (hidden.variance + square)
+    last = tuple(torch.cat([some, of], 1).mT for some, of in ((of_mean, to_mean), (of_variance, to_variance)))
+    on, density = hidden.on, hidden.density
+    after_mean = to_mean * m + 2 * to_variance * v * hidden.mean
+    after_variance = to_variance * (m.square() + v)
+    before_mean = on * after_mean + 2 * hidden.mean * (1 - on) * after_variance
+    before_variance = 0.5 * density * after_mean + (on - hidden.mean * density) * after_variance
+    into = x.mT
+    size = x.shape[-2]
+    return (before_mean @ into / math.sqrt(size), before_variance @ into.square() / size), (last[0], last[1])
 
 
-def relu_moments(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+def relu(mean: Tensor, variance: Tensor) -> Hidden:
     """Mean and variance of max(0, a), a ~ N(mean, variance)."""
     deviation = variance.sqrt()
     ratio = mean / deviation
-    above, below = torch.special.ndtr(ratio), torch.special.ndtr(-ratio)
-    # the mean of N(0, 1) above -ratio, by its series far in the tail
-    far = ratio < -30
-    safe = torch.where(far, -30.0, ratio)
-    hazard = (-0.5 * safe.square() - 0.5 * math.log(2 * math.pi) - torch.special.log_ndtr(safe)).exp()
-    tail = torch.where(far, ratio, -30.0)
-    hazard = torch.where(far, -tail - 1 / tail + 2 / tail**3, hazard)
-    if_on = mean + deviation * hazard
-    out = above * if_on
-    return out, out * if_on * below + above * variance * (1 - hazard * (hazard + ratio))
+    on, density = torch.special.ndtr(ratio), (-0.5 * ratio.square()).exp() / math.sqrt(2 * math.pi)
+    out = torch.addcmul(mean * on, deviation, density)
+    square = torch.addcmul(variance * on, mean, out)  # E max(0, a)^2
+    return Hidden(on, density / deviation, out, torch.addcmul(square, out, out, value=-1).clamp_min(0.0))
 
 
 def log_evidence(error: Tensor, variance: Tensor) -> Tensor:
@@ -175,8 +161,13 @@ def log_evidence(error: Tensor, variance: Tensor) -> Tensor:
     return -0.5 * (variance.log() + error.square() / variance)
 
 
-def _with_constant(values: Tensor, constant: float) -> Tensor:
-    return torch.nn.functional.pad(values, (0, 1), value=constant)
+def _with_constant(values: Tensor) -> Tensor:
+    return torch.nn.functional.pad(values, (0, 1), value=1.0)
+
+
+def _parts(weights: Tensor) -> tuple[Tensor, Tensor]:
+    """The weights of the hidden units and of the constant."""
+    return weights[..., :-1], weights[..., -1:]
 
 
 def _gamma(z: Tensor, z_1: Tensor, z_2: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
