@@ -165,7 +165,7 @@ def scores(model: nn.Module, task: Task, data: tuple[Tensor, Tensor]) -> dict[st
         nll = -float(prediction.log_prob(y).mean()) + math.log(task.unit)
         low, high = prediction.interval(0.9)
         return {"rmse": error, "nll": nll, "coverage": interval_coverage(low, high, y)}
-    parts: Any = pb.predict_batches(model, list(x.split(500)), draws=DRAWS)
+    parts: Any = pb.prediction.predict_batches(model, list(x.split(500)), draws=DRAWS)
     log_probs = torch.cat([part.log_probs for part in parts])
     nll = -float(log_probs[torch.arange(len(y)), y].mean())
     accuracy = float((log_probs.argmax(-1) == y).double().mean())
