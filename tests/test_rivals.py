@@ -105,6 +105,14 @@ def test_gaussian_dropout_has_the_moments_of_dropout():
         assert torch.equal(model.eval()(x), x)  # the mean network
 
 
+def test_an_alpha_that_is_not_finite_is_named():
+    model = nn.Sequential(nn.Linear(3, 2))
+    pb.patch_(model, GaussianDropout(0.3, learn_alpha=True), "0")
+    pb.patched_sites(model)["0"].posterior.log_alpha.data.fill_(math.nan)
+    with pytest.raises(PatchbayesError, match="log alpha is nan: training has diverged"):
+        pb.kl(model)
+
+
 def test_alpha_is_learned_through_noise_and_kl():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 2)).double()
