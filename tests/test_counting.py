@@ -71,22 +71,6 @@ def test_every_method_is_counted():
         assert counting.mlp_log10_ensemble_size(method, 2, 3, 2) > 0
 
 
-@pytest.mark.parametrize(
-    ("method", "resnet_millions", "pyramidnet_millions", "percent"),
-    [
-        ("mean_field_gaussian", "23.4", "57.0", 100),
-        ("pbp", "23.4", "57.0", 100),
-        ("mnfg", "3.51e+03", "8.55e+03", 29900),
-        ("dropout", "11.7", "28.5", 0),
-    ],
-)
-def test_table_1(method, resnet_millions, pyramidnet_millions, percent):
-    for base, printed in ((RESNET18, resnet_millions), (PYRAMIDNET, pyramidnet_millions)):
-        count = counting.survey_count(method, base)
-        assert f"{count / 1e6:#.3g}" == printed
-        assert counting.overhead_percent(count, base) == percent
-
-
 def test_table_1_patching():
     assert (f"{13_779_912 / 1e6:.1f}", f"{28_825_299 / 1e6:.1f}") == ("13.8", "28.8")
     assert f"{counting.overhead_percent(13_779_912, RESNET18):.1f}" == "17.9"
@@ -123,5 +107,3 @@ def test_errors_name_what_was_given():
         counting.patched_count(model, [model], 0)
     with pytest.raises(ValueError, match=r"'lora' is unknown; use one of emp, ecmp"):
         counting.mlp_count("lora", 1, 1, 1)
-    with pytest.raises(ValueError, match="'emp' is unknown"):
-        counting.survey_count("emp", 1)

@@ -9,11 +9,15 @@ from torch import nn
 import patchbayes as pb
 from patchbayes.posteriors import (
     MNF,
+    BatchEnsemble,
     BayesByBackprop,
     FiLMEnsemble,
     Flow,
     GaussianDropout,
     GaussianMixture,
+    LowRank,
+    RankOne,
+    Spread,
     method_from_config,
 )
 from patchbayes.posteriors.text import parse_method, text_of
@@ -37,8 +41,15 @@ METHODS = {
     "ECMP, p learned": (pb.ECMP(3, learn_probabilities=True), "ecmp(3, learn_probabilities=True)"),
     "Dropout, rate learned": (pb.Dropout(0.2, learn_rate=True), "dropout(0.2, learn_rate=True)"),
     "DropConnect, p learned": (pb.DropConnect(0.2, learn_rate=True), "dropconnect(0.2, learn_rate=True)"),
+    "Ensemble, p learned": (pb.Ensemble(3, learn_probabilities=True), "ensemble(3, learn_probabilities=True)"),
+    "MeanField": (pb.MeanField(0.2), "meanfield(0.2)"),
+    "RankOne": (RankOne(3), "rankone(3)"),
+    "RankOne of layers": (RankOne(3, tie="site"), "rankone(3, tie='site')"),
+    "BatchEnsemble": (BatchEnsemble(3), "batchensemble(3)"),
+    "LowRank": (LowRank(1, components=3), "lowrank(1, components=3)"),
+    "Spread": (Spread(3), "spread(3)"),
 }
-NOT_ON_NORMS = ("MNF",)
+NOT_ON_NORMS = ("MNF", "RankOne", "RankOne of layers", "BatchEnsemble", "LowRank")
 
 
 def sites_for(name: str, entry) -> str:

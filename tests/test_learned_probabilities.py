@@ -285,6 +285,14 @@ def test_logits_that_are_not_finite_are_named():
         model.train()(torch.zeros(1, 3, dtype=torch.float64))
 
 
+def test_a_rate_that_is_not_finite_is_named():
+    model = nn.Sequential(nn.Linear(3, 2)).train()
+    pb.patch_(model, pb.Dropout(0.3, learn_rate=True), "0")
+    pb.patched_sites(model)["0"].posterior.logit.data.fill_(math.nan)
+    with pytest.raises(PatchbayesError, match="probability to keep is nan"):
+        model(torch.zeros(1, 3))
+
+
 @pytest.mark.parametrize("options", [{"components": 1}, {"components": 2, "probabilities": (1.0, 0.0)}])
 def test_probabilities_that_cannot_be_learned_are_refused(options):
     with pytest.raises(PatchbayesError, match="cannot be learned"):

@@ -13,9 +13,10 @@ from torch.nn import functional as F
 import patchbayes as pb
 from patchbayes.errors import PatchbayesError
 from patchbayes.patching.drawing import forward_draws
-from patchbayes.posteriors import BayesByBackprop, FiLMEnsemble, GaussianDropout
+from patchbayes.posteriors import BatchEnsemble, BayesByBackprop, FiLMEnsemble, GaussianDropout
 from patchbayes.posteriors.gaussian_dropout import log_uniform_kl
 from patchbayes.posteriors.posterior import PriorTerms
+from patchbayes.posteriors.text import parse_method, text_of
 
 
 def test_the_loss_of_bayes_by_backprop_is_that_of_its_paper():
@@ -104,6 +105,14 @@ def test_gaussian_dropout_has_the_moments_of_dropout():
         assert torch.equal(model.eval()(x), x)  # the mean network
 
 
+def test_an_alpha_that_is_not_finite_is_named():
+    model = nn.Sequential(nn.Linear(3, 2))
+    pb.patch_(model, GaussianDropout(0.3, learn_alpha=True), "0")
+    pb.patched_sites(model)["0"].posterior.log_alpha.data.fill_(math.nan)
+    with pytest.raises(PatchbayesError, match="log alpha is nan: training has diverged"):
+        pb.kl(model)
+
+
 def test_alpha_is_learned_through_noise_and_kl():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 2)).double()
@@ -149,6 +158,31 @@ def test_members_of_a_film_ensemble_are_networks_of_their_own_affine_parameters(
     pb.negative_elbo(outputs.flatten(2), torch.zeros(6, dtype=torch.int64), 0.0, num_data=6).backward()
     for site in pb.patched_sites(model).values():  # one step trains all members
         assert (site.posterior.components["weight"].grad.view(3, 4).abs().sum(1) > 0).all()
+
+
+def test_members_of_a_batch_ensemble_are_networks_with_factors_on_inputs_and_outputs():
+    """Wen et al. (2020), Eq. 5: ((x * s_k) W) * r_k, one k for all layers; computed without weights of members."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    method = BatchEnsemble(3, jitter=0.5)
+    pb.patch_(model, method, method.default_sites)
+    assert parse_method("batchensemble(3, jitter=0.5)") == method
+    assert text_of(method) == "batchensemble(3, jitter=0.5)"
+    draws = pb.Draws.enumerate(model)
+    assert len(draws) == 3
+    x = torch.randn(5, 3, dtype=torch.float64)
+    outputs = forward_draws(model.train(), x, draws)
+    for k in range(3):
+        y = x
+        for number in (0, 2):
+            posterior = pb.patched_sites(model)[str(number)].posterior
+            weight, bias = (model[number]._parameters[name] for name in ("weight", "bias"))
+            y = (y * posterior.inputs[k]) @ weight.T * posterior.outputs[k] + bias
+            y = torch.tanh(y) if number == 0 else y
+        torch.testing.assert_close(outputs[k], y)
+    pb.negative_elbo(outputs, torch.zeros(5, dtype=torch.int64), 0.0, num_data=5).backward()
+    for site in pb.patched_sites(model).values():  # one step trains all members
+        assert (site.posterior.inputs.grad.abs().sum(1) > 0).all()
 
 
 @pytest.mark.parametrize(

@@ -139,6 +139,10 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(NothingToPatch, match="for linear and convolution layers"):
         pb.patch_(nn.Sequential(nn.LayerNorm(4)), RankOne(), "all")
     net = nn.Sequential(nn.Linear(2, 2))
+    weight = net[0].weight
+    with pytest.raises(NothingToPatch, match="rank 3 is above the layer's size: its weights have a rank of at most 2"):
+        pb.patch_(net, LowRank(3), "all")
+    assert net[0].weight is weight
     pb.patch_(net, Spread(), "all")
     (site,) = pb.patched_sites(net).values()
     with pytest.raises(PatchbayesError, match="only its mean"):

@@ -80,6 +80,8 @@ def test_labels_of_very_small_probability_do_not_underflow():
 def test_labels_that_no_draw_allows_are_refused():
     with pytest.raises(PatchbayesError, match="1 held-out labels have probability zero"):
         best_weights(torch.tensor([[-math.inf, -1.0], [-math.inf, -2.0]]))
+    with pytest.raises(PatchbayesError, match="2 held-out labels have a log-probability that is not finite"):
+        best_weights(torch.tensor([[math.nan, -1.0, -2.0], [-1.0, math.nan, -2.0]]))
 
 
 @pytest.fixture

@@ -159,6 +159,44 @@ def test_the_elbo_of_a_patched_network():
     torch.testing.assert_close(nll + kl / 40, value)
 
 
+@pytest.mark.parametrize("prior", ["gaussian", "laplace", "learned", "gamma"])
+def test_the_prior_of_a_run_is_in_its_kl(prior):
+    loss = training_loss(method="emp", prior=prior, prior_precision=3.0)
+    if prior in ("learned", "gamma"):
+        pb.objective.maximize_prior_(loss.network)
+    made = {
+        "gaussian": lambda: pb.Prior(3.0, 3.0),
+        "laplace": lambda: pb.prior.LaplacePrior(3.0, 3.0),
+        "learned": lambda: pb.prior.LearnedPrior(loss.network),
+        "gamma": lambda: pb.prior.GammaPrior(loss.network, 1.0, 1 / 3.0),
+    }[prior]()
+    if prior in ("learned", "gamma"):
+        pb.objective.maximize_prior_(loss.network, made)
+    torch.testing.assert_close(loss(X, Y)[2], pb.kl(loss.network, made).detach())
+    assert not any(name.startswith("prior.") and p.requires_grad for name, p in loss.named_parameters())
+    assert any(name.startswith("prior.") for name in loss.state_dict()) == (prior in ("learned", "gamma"))
+
+
+def test_four_lambdas_are_four_penalties():
+    """As weight decay of four groups; where components share gradients, those of patched layers are in the loss."""
+    lambdas = (0.1, 0.2, 0.3, 0.4)
+    for sharing in (0.0, 0.5):
+        chosen = config(method="emp", objective="simplified", lambdas=lambdas, sharing=sharing)
+        network, _ = patched_net(chosen, 3, (4,))
+        likelihood = build_likelihood("classification", chosen)
+        groups = {g["name"]: g["weight_decay"] for g in build_optimizer(chosen, network, likelihood).param_groups}
+        names = ("patched_weights", "patched_biases", "shared_weights", "shared_biases")
+        wanted = dict(zip(names, (0.2, 0.4, 0.6, 0.8), strict=True))
+        loss, nll, _ = TrainingLoss(network, likelihood, chosen, 40)(X, Y)
+        if sharing:
+            wanted |= {"patched_weights": 0.0, "patched_biases": 0.0}
+            penalty = pb.objective.l2_penalty(network, pb.objective.Lambdas(0.1, 0.2))
+            torch.testing.assert_close(loss - nll, penalty)
+        else:
+            assert loss == nll
+        assert groups == pytest.approx(wanted)
+
+
 def test_an_unpatched_network_has_the_prior_of_a_point():
     loss = training_loss(method="vanilla", prior_precision=2.0)
     value, nll, kl = loss(X, Y)

@@ -78,6 +78,8 @@ CASES = {
     "vanilla-sgd": {"method": "vanilla", "optimizer": "sgd", "nesterov": True},
     "emp-draws": {"method": "emp(5, per_example=True)", "draws_per_step": 2, "optimizer": "adamw", "weight_decay": 0.1},
     "dropout": {"method": "dropout(0.3)", "objective": "simplified"},
+    "learned-prior": {"method": "emp", "prior": "learned"},
+    "gamma-prior": {"method": "gaussianmixture(2)", "prior": "gamma"},
     "meanfield": {"method": "meanfield", "schedule": "step", "warmup": 1.0},
     "ensemble": {"method": "ensemble(2)", "optimizer": "sgd"},
     "jitter": {"jitter_warmup": 2.0, "patch_lr": 0.01},

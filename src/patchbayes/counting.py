@@ -12,7 +12,6 @@ from torch import nn
 from .errors import PatchbayesError
 
 CountedMethod = Literal["emp", "ecmp", "dropout", "dropconnect", "ensemble"]
-SurveyMethod = Literal["mean_field_gaussian", "pbp", "mnfg", "dropout"]
 
 
 def patched_count(model: nn.Module, modules: Iterable[nn.Module], components: int) -> int:
@@ -96,15 +95,6 @@ def mlp_log10_ensemble_size(method: CountedMethod, layers: int, hidden: int, com
         "ensemble": math.log10(components),
     }
     return sizes[_known("mlp_log10_ensemble_size", method, sizes)]
-
-
-def survey_count(method: SurveyMethod, parameters: int) -> int:
-    """Table 1: a mean and a variance per weight are 2 N (mean-field Gaussian, PBP), dropout N, MNFG 300 N.
-
-    MNFG's 300 is only what the printed 29900 % says; the text does not derive it. EMP's row is `patched_count`.
-    """
-    factors = {"mean_field_gaussian": 2, "pbp": 2, "mnfg": 300, "dropout": 1}
-    return factors[_known("survey_count", method, factors)] * parameters
 
 
 def overhead_percent(parameters: int, base: int) -> float:

@@ -149,11 +149,16 @@ def best_weights(log_probs: Tensor, tolerance: float = 1e-6) -> tuple[Tensor, fl
     With g_s = mean_n p_sn / sum_t w_t p_tn, the best value is at most max_s g_s - 1 above that of w: that is the gap. Newton
     steps inside w > 0 (a primal-dual method); multiplicative steps w <- w g, which always gain, where these do not arrive.
     """
-    impossible = (log_probs == -torch.inf).all(0)
-    if impossible.any() or not (log_probs < torch.inf).all():
+    unknown = ~(log_probs < torch.inf).all(0)
+    if unknown.any():
         raise PatchbayesError(
-            f"stack: {int(impossible.sum())} held-out labels have probability zero, or no number, under every draw; no "
-            "weights can help."
+            f"stack: {int(unknown.sum())} held-out labels have a log-probability that is not finite: look at the weights "
+            "and inputs."
+        )
+    impossible = (log_probs == -torch.inf).all(0)
+    if impossible.any():
+        raise PatchbayesError(
+            f"stack: {int(impossible.sum())} held-out labels have probability zero under every draw; no weights can help."
         )
     probs = (log_probs.double() - log_probs.double().amax(0)).exp()  # (S, N); a factor for each n changes nothing
     weights = _newton(probs, tolerance)

@@ -14,6 +14,7 @@ _FILES = {
     "cifar100": "cifar100",
     "imagenet": "imagenet",
     "regression": "regression_tables",
+    "pbp": "pbp_errors",
     "ablations": "ablations",
     "cost": "training_cost",
 }

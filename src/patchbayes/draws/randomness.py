@@ -10,6 +10,8 @@ cannot trace explicit generators.
 import torch
 from torch import Tensor
 
+from ..errors import PatchbayesError
+
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _MULTIPLIER_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MULTIPLIER_2 = 0x94D049BB133111EB - 2**64
@@ -101,7 +103,13 @@ def _bernoulli(like: Tensor, key: Tensor, keep: float) -> Tensor:
 
 
 def _bernoulli_of(like: Tensor, key: Tensor, keep: Tensor) -> Tensor:
-    return _bernoulli(like, key, float(keep))
+    number = float(keep)
+    if number != number:
+        raise PatchbayesError(
+            "dropout: its learned probability to keep is nan: training has diverged.\n"
+            "  do       a smaller learning rate, or load the last good checkpoint."
+        )
+    return _bernoulli(like, key, number)
 
 
 # The hash relies on int64 wrapping around. Compiled C++ may not: folded into a loop index, the overflow of `counters` made

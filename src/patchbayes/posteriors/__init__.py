@@ -14,7 +14,7 @@ from .mixed import mixed
 from .mixture import ECMP, EMP, DropConnect, Ensemble, GaussianNoise, Mixture
 from .mnf import MNF
 from .posterior import KL, Groups, Posterior, SiteDraw
-from .rank_one import RankOne
+from .rank_one import BatchEnsemble, RankOne
 from .spread import Spread
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "EMP",
     "KL",
     "MNF",
+    "BatchEnsemble",
     "BayesByBackprop",
     "DropConnect",
     "Dropout",

@@ -152,6 +152,11 @@ def log_uniform_kl(log_alpha: Tensor) -> Tensor:
     larger = alpha.clamp_min(_LARGEST_RATE)
     rate = 1 / (2 * larger)
     middle = float(rate.detach())
+    if not math.isfinite(middle):
+        raise PatchbayesError(
+            f"GaussianDropout: its log alpha is {float(wide.detach())}: training has diverged.\n"
+            "  do       a smaller learning rate, or load the last good checkpoint."
+        )
     number = torch.arange(int(middle + 12 * math.sqrt(middle) + 40), dtype=torch.float64, device=wide.device)
     poisson = (number * rate.log() - rate - torch.lgamma(number + 1)).exp()
     summed = 0.5 * ((2 * larger).log() + (poisson * torch.digamma(number + 0.5)).sum())

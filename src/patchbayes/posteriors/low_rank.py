@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..errors import PatchbayesError
+from ..errors import NotASite, PatchbayesError
 from .method import Method
-from .posterior import Groups, Posterior, Role, SiteDraw, root_mean_square
+from .posterior import Groups, Posterior, Role, SiteDraw, own_parameters, root_mean_square
 from .rank_one import centered_noise, check_components, check_jitter, weight_of
 
 
@@ -16,7 +16,7 @@ from .rank_one import centered_noise, check_components, check_jitter, weight_of
 class LowRank(Method):
     """K components W_k = W + B_k A_k of a linear or convolution layer, K rank (out + in) numbers beside W itself.
 
-    rank         of each B_k A_k.
+    rank         of each B_k A_k; a layer with fewer inputs or outputs is skipped.
     components   K; a draw takes one of them for the whole layer.
     jitter       root mean square of the B_k A_k at the start, as a multiple of that of W; they average to 0.
 
@@ -41,7 +41,12 @@ class LowRank(Method):
         return f"LowRank({self.rank}, {self.components})"
 
     def posterior(self, module: nn.Module, generator: torch.Generator) -> "LowRankPosterior":
-        return LowRankPosterior(self, module, weight_of("LowRank", module))
+        names = weight_of("LowRank", module)
+        shape = own_parameters(module)["weight"].shape
+        largest = min(shape[0], shape[1:].numel())
+        if self.rank > largest:
+            raise NotASite(f"rank {self.rank} is above the layer's size: its weights have a rank of at most {largest}")
+        return LowRankPosterior(self, module, names)
 
 
 class LowRankPosterior(Posterior):

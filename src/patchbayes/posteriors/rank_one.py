@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..errors import NotASite, PatchbayesError
 from ..layers import is_conv, is_linear
-from .method import Method
+from .method import Method, constructor
 from .posterior import Groups, Posterior, Role, SiteDraw
 
 
@@ -20,7 +20,7 @@ class RankOne(Method):
 
     components   K.
     tie          "unit": every output and every input unit draws its own factor among its K; "site": the layer draws a pair;
-                 "network": all layers with this tie draw the same number, as the members of BatchEnsemble.
+                 "network": all layers with this tie draw the same number (`BatchEnsemble`).
     jitter       how far the factors start from 1, with deviations that average to 0 over the components.
 
     The bias is not random.
@@ -41,10 +41,22 @@ class RankOne(Method):
 
     @property
     def label(self) -> str:
+        if self.tie == "network":
+            return f"BatchEnsemble(K={self.components})"
         return f"RankOne({self.components}, {self.tie})"
 
     def posterior(self, module: nn.Module, generator: torch.Generator) -> "RankOnePosterior":
         return RankOnePosterior(self, module, weight_of("RankOne", module))
+
+
+@constructor
+def BatchEnsemble(components: int = 5, *, jitter: float = 0.1) -> RankOne:
+    """BatchEnsemble (Wen et al., 2020): `RankOne` with one draw for the whole network, which picks the member everywhere.
+
+    K networks that share all weights but for a factor of every input and output unit. Train all members in a step:
+    `forward_draws(model, inputs, Draws.enumerate(model))`. Biases are shared, unlike in the original.
+    """
+    return RankOne(components, "network", jitter)
 
 
 class RankOnePosterior(Posterior):

@@ -42,10 +42,14 @@ class TrainingConfig:
     Objective
     objective      "elbo": mean NLL + KL / N (appendix B.2; for vanilla the weight prior alone, tau / 2 ||w||^2 / N);
                    "simplified": mean NLL with the same weight decay on all components (appendix C.1).
-    prior_precision   tau and rho of the prior, 1 if not given ("elbo").
+    prior          "elbo": "gaussian" with fixed tau and rho; "laplace", the L1 penalty, for methods without noise; "learned":
+                   tau and rho of every layer, set to their best before every epoch; "gamma": a Gamma law on each instead.
+    prior_precision   tau and rho, 1 if not given ("elbo"): fixed, at the start, or as the mean of the Gamma law's own prior.
     weight_decay   "simplified": the optimizer's weight decay, 0.002 / batch_size if not given (twice the paper's lambda).
                    "elbo": where given, it takes the place of the KL on shared parameters; the KL is then that of the
                    patched ones alone, so that nothing is decayed twice.
+    lambdas        "simplified": the four lambdas one by one instead (appendix C.1), of patched weights, patched biases,
+                   shared weights and shared biases.
     output_precision, learn_precision   regression: precision of the noise on standardized targets, 1 if not given, and
                    whether it is learned.
     draws_per_step draws S of the network in each step. An ensemble trains all its members in each.
@@ -94,8 +98,10 @@ class TrainingConfig:
     jitter_warmup: float = 0.0
 
     objective: Literal["elbo", "simplified"] = "elbo"
+    prior: Literal["gaussian", "laplace", "learned", "gamma"] = "gaussian"
     prior_precision: float | None = None
     weight_decay: float | None = None
+    lambdas: tuple[float, ...] | None = None
     output_precision: float | None = None
     learn_precision: bool = False
     draws_per_step: int = 1
@@ -180,6 +186,7 @@ class TrainingConfig:
         fields = dataclasses.asdict(self)
         listed = {
             "milestones": None if self.milestones is None else list(self.milestones),
+            "lambdas": None if self.lambdas is None else list(self.lambdas),
             "columns": list(self.columns),
         }
         return fields | listed
@@ -201,7 +208,7 @@ class TrainingConfig:
         if missing:
             raise PatchbayesError(f"TrainingConfig: {' and '.join(missing)} must be given.")
         values = dict(content)
-        for name in ("milestones", "columns"):
+        for name in ("milestones", "columns", "lambdas"):
             if isinstance(values.get(name), list):
                 values[name] = tuple(values[name])
         return cls(**values)
@@ -301,6 +308,8 @@ def _check_ranges(config: TrainingConfig) -> None:
         _refuse("held_out", config.held_out, "expected a share of at least 0 and below 1")
     if config.milestones is not None and not all(0 < share < 1 for share in config.milestones):
         _refuse("milestones", config.milestones, "expected shares of the run, between 0 and 1")
+    if config.lambdas is not None and not (len(config.lambdas) == 4 and min(config.lambdas) >= 0):
+        _refuse("lambdas", config.lambdas, "expected four numbers of at least 0")
     for name in ("data", "model", "sites", "data_dir"):
         if getattr(config, name) == "":
             _refuse(name, "", "expected a name")
@@ -316,7 +325,8 @@ def _check_together(config: TrainingConfig) -> None:
         for name in ("sites", "patch_lr"):
             if getattr(config, name) is not None:
                 _refuse(name, getattr(config, name), 'method "vanilla" patches nothing')
-        for name, plain in (("draws_per_step", 1), ("sharing", 0), ("alternate", 0), ("jitter_warmup", 0)):
+        plainly = {"draws_per_step": 1, "sharing": 0, "alternate": 0, "jitter_warmup": 0, "prior": "gaussian"}
+        for name, plain in (plainly | {"lambdas": None}).items():
             if getattr(config, name) != plain:
                 _refuse(name, getattr(config, name), 'it is for patched networks, and method "vanilla" patches nothing')
         if config.weight_decay is not None and config.prior_precision is not None:
@@ -327,8 +337,17 @@ def _check_together(config: TrainingConfig) -> None:
         _refuse("alternate", config.alternate, f"patched parameters would have no turn in {config.epochs} epochs")
     if config.jitter_warmup > config.epochs:
         _refuse("jitter_warmup", config.jitter_warmup, f"it ends after the run ({config.epochs} epochs)")
-    if config.objective == "simplified" and config.prior_precision is not None:
-        _refuse("prior_precision", config.prior_precision, 'objective "simplified" has weight_decay instead')
+    if config.objective == "simplified":
+        for name, plain in (("prior_precision", None), ("prior", "gaussian")):
+            if getattr(config, name) != plain:
+                _refuse(name, getattr(config, name), 'objective "simplified" has weight_decay or lambdas instead')
+    if config.lambdas is not None:
+        if config.objective != "simplified":
+            _refuse(
+                "lambdas", config.lambdas, 'they are for objective "simplified"; the ELBO has prior and prior_precision'
+            )
+        if config.weight_decay is not None:
+            _refuse("lambdas", config.lambdas, "weight_decay is all four in one number; give one of the two")
     if config.optimizer != "sgd":
         for name, given in (("momentum", config.momentum is not None), ("nesterov", config.nesterov)):
             if given:

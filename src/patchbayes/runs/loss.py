@@ -3,6 +3,7 @@
 The loss is one module, so that a wrapper such as DDP sees one forward, however many draws.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,9 @@ from ..errors import PatchbayesError
 from ..likelihoods import Categorical, Gaussian, Likelihood
 from ..objective import Lambdas, kl, l2_penalty, negative_elbo, parameter_groups
 from ..patching.drawing import forward_draws
+from ..patching.network import network_of
 from ..patching.patch import is_patched
+from ..prior import LearnedPrior
 from .config import TrainingConfig
 from .network import num_members
 
@@ -38,6 +41,8 @@ class TrainingLoss(nn.Module):
         self.shared = config.chosen_weight_decay == 0
         self.precision = 1.0 if config.prior_precision is None else config.prior_precision
         self.penalty = _lambdas(config)[1]
+        known = network_of(network).prior if self.patched else None
+        self.prior = known if isinstance(known, LearnedPrior) else None  # a part of the loss: its state is the run's
         # One draw picks one member of an ensemble: a step takes each of them once.
         self.draws: int | Draws = Draws.enumerate(network) if num_members(network) else config.draws_per_step
 
@@ -116,6 +121,8 @@ def _lambdas(config: TrainingConfig) -> tuple[Lambdas, Lambdas | None]:
     half = config.chosen_weight_decay / 2
     if config.objective != "simplified":
         return Lambdas(0.0, 0.0, half, half), None
+    all_four = Lambdas(*config.lambdas) if config.lambdas is not None else Lambdas.equal(half)
     if config.sharing:
-        return Lambdas(0.0, 0.0, half, half), Lambdas(half, half, 0.0, 0.0)
-    return Lambdas.equal(half), None
+        in_the_loss = replace(all_four, shared_weights=0.0, shared_biases=0.0)
+        return replace(all_four, patched_weights=0.0, patched_biases=0.0), in_the_loss
+    return all_four, None

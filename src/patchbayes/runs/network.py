@@ -16,7 +16,7 @@ from ..patching.patch import patch_, patched_sites
 from ..patching.report import PatchReport
 from ..patching.selection import Sites, select
 from ..posteriors import Method, Posterior
-from ..prior import Prior
+from ..prior import GammaPrior, LaplacePrior, LearnedPrior, Prior
 from .config import TrainingConfig
 from .data_order import PATCHES, stream_seed
 
@@ -32,33 +32,41 @@ def patched_net(
     report = patch_with_(
         network,
         rules,
-        precision=1.0 if config.prior_precision is None else config.prior_precision,
         seed=stream_seed(config.seed, PATCHES),
         input_shape=input_shape,
     )
+    network_of(network).prior = _prior(config, network)
     _check_together(config, network)
     return network, report
+
+
+def _prior(config: TrainingConfig, network: nn.Module) -> Prior | LearnedPrior:
+    """The prior of a patched network. Learned precisions are set by `maximize_prior_`, not by the optimizer."""
+    precision = 1.0 if config.prior_precision is None else config.prior_precision
+    if config.prior == "learned":
+        return LearnedPrior(network, precision, precision).requires_grad_(False)
+    if config.prior == "gamma":
+        return GammaPrior(network, 1.0, 1.0 / precision)
+    return (LaplacePrior if config.prior == "laplace" else Prior)(precision, precision)
 
 
 def patch_with_(
     network: nn.Module,
     rules: Mapping[str, Method],
     *,
-    precision: float = 1.0,
     seed: int = 0,
     input_shape: tuple[int, ...] | None = None,
 ) -> PatchReport:
     """Patch a built network in place; a draw for each example is taken where the layer allows it, on norm layers.
 
-    rules: sites -> method, as `posteriors.text.parse_rules` gives them. precision: of the prior, on weights and biases.
-    input_shape: traces which layer is the output.
+    rules: sites -> method, as `posteriors.text.parse_rules` gives them. input_shape: traces which layer is the output.
     """
     example = None if input_shape is None else torch.zeros(2, *input_shape)
     divided: dict[Sites, Method] = {}
     for sites, method in rules.items():
         divided |= _divided(network, sites, method, example)
     generator = torch.Generator().manual_seed(seed)
-    return patch_(network, divided, example_input=example, prior=Prior(precision, precision), generator=generator)
+    return patch_(network, divided, example_input=example, generator=generator)
 
 
 def _divided(network: nn.Module, sites: str, method: Any, example: Any) -> dict[Sites, Method]:
@@ -110,6 +118,8 @@ def _check_together(config: TrainingConfig, network: nn.Module) -> None:
         refuse("sharing", "no patched layer draws among components that could share a gradient")
     if config.objective == "simplified" and any("law" in posterior.roles().values() for posterior in posteriors):
         refuse("objective", "a law that is learned (a deviation, probabilities) needs the entropy term of the ELBO")
+    if config.prior == "laplace" and any(posterior.noise != "none" for posterior in posteriors):
+        refuse("prior", "a Laplace prior is for methods without noise, which have the L1 norm of their values")
     if config.jitter_warmup and not spreading_sites(network):
         refuse("jitter_warmup", "no patched layer has a spread that could grow")
 

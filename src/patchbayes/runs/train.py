@@ -17,7 +17,7 @@ from ..digests import digests_alone
 from ..errors import PatchbayesError
 from ..files import remove_leftovers, replacing
 from ..likelihoods import Gaussian
-from ..objective import share_gradients_
+from ..objective import maximize_prior_, share_gradients_
 from ..patching.checkpoint import save
 from ..patching.network import network_of
 from ..patching.patch import is_patched
@@ -175,6 +175,8 @@ class _Trainer:
 
     def _epoch(self) -> None:
         progress, config = self.progress, self.config
+        if self.loss.prior is not None and progress.step == 0:
+            maximize_prior_(self.network)
         batches = EpochBatches(
             self.dataset,
             config.batch_size,
