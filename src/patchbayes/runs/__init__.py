@@ -6,6 +6,7 @@ from .folder import RunFolder
 from .interruption import TrainingInterrupted
 from .new_inputs import NewInputs
 from .ordinary_checkpoint import load_ordinary_
+from .ranks import RankLost
 from .record import EvaluationRecord, read_evaluation, write_evaluation
 from .train import train
 
@@ -13,6 +14,7 @@ __all__ = [
     "EvaluationOptions",
     "EvaluationRecord",
     "NewInputs",
+    "RankLost",
     "RunFolder",
     "TrainingConfig",
     "TrainingInterrupted",
