@@ -88,11 +88,11 @@ class ComponentsApart:
             learned[hand], changes[hand], steps[hand] = found, statistics.flat(), found.steps
         if ranks > 1:
             self._gather(phase, rank, ranks)
-            sums = torch.tensor([[one.nll, one.kl, one.steps] for one in learned], dtype=torch.float64)
+            sums = torch.tensor([[one.nll, one.steps] for one in learned], dtype=torch.float64)
             whole = summed(torch.cat([sums, changes], dim=1).to(own_device() or "cpu")).cpu()
-            changes.copy_(whole[:, 3:])
-            steps.copy_(whole[:, 2].long())
-            learned = [Learned(float(nll), float(kl), int(number)) for nll, kl, number in whole[:, :3]]
+            changes.copy_(whole[:, 2:])
+            steps.copy_(whole[:, 1].long())
+            learned = [Learned(float(nll), int(number)) for nll, number in whole[:, :2]]
         return learned
 
     @torch.no_grad()

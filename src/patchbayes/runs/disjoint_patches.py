@@ -48,10 +48,9 @@ class Phase:
 
 @dataclass(frozen=True)
 class Learned:
-    """Sums over the steps of a hand: of the NLL, of the KL, and their number."""
+    """The sum of the NLL over the steps of a hand, and their number."""
 
     nll: float = 0.0
-    kl: float = 0.0
     steps: int = 0
 
 
@@ -118,12 +117,12 @@ class HandTraining:
         rows = [self._rows(group, components) for group in self._groups]
         optimizer = optimizer_over(self.config, [group for group, _ in rows])
         draw = NetworkDraw(torch.tensor(phase.first), components.to(self.network.device or "cpu"), explicit=True)
-        nll_sum, kl_sum, number = 0.0, 0.0, 0
+        nll, number = 0.0, 0
         for step in phase.steps(hand, self.hands):
             factor = learning_rate_factor(self.config, step, self.steps_per_epoch)
             for group in optimizer.param_groups:
                 group["lr"] = factor * group["initial_lr"]
-            nll, kl = self._backward(step, draw)
+            nll, number = nll + self._backward(step, draw), number + 1
             for _, pairs in rows:
                 for row, parameter, place in pairs:
                     assert parameter.grad is not None
@@ -132,10 +131,9 @@ class HandTraining:
             for _, pairs in rows:
                 for _, parameter, _ in pairs:
                     parameter.grad = None
-            nll_sum, kl_sum, number = nll_sum + nll, kl_sum + kl, number + 1
             if not stepped():
                 return None
-        return Learned(nll_sum, kl_sum, number)
+        return Learned(nll, number)
 
     def _rows(
         self, group: dict[str, Any], components: Tensor
@@ -154,8 +152,8 @@ class HandTraining:
         of_rows = {"params": [row for row, _, _ in found], "lr": group["initial_lr"], "weight_decay": decay, **kept}
         return of_rows, found
 
-    def _backward(self, step: int, draw: NetworkDraw) -> tuple[float, float]:
-        """Gradients of a step's loss for this draw; its mean NLL and the KL of the whole network."""
+    def _backward(self, step: int, draw: NetworkDraw) -> float:
+        """Gradients of a step's loss for this draw; its mean NLL."""
         loss, config = self.loss, self.config
         device = self.network.device or torch.device("cpu")
         epoch, place = divmod(step, self.steps_per_epoch)
@@ -168,9 +166,10 @@ class HandTraining:
             outputs[None].float(), targets.to(device), 0.0, num_data=loss.num_data, likelihood=loss.likelihood
         )
         kl = loss.kl() if loss.with_kl else torch.zeros_like(nll)
-        # Each component has the weight 1 / K in the KL; K times that is the KL of the hand's own network.
+        # Each component has the weight 1 / K in the KL; K times that is the KL of the hand's own network. Other hands may be
+        # writing theirs: that does not enter the gradient of this one.
         (nll + self.hands * kl / loss.num_data).backward()
-        return float(nll.detach()), float(kl.detach())
+        return float(nll.detach())
 
 
 class RunningStatistics:

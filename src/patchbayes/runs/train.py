@@ -213,7 +213,9 @@ class _Trainer:
         if learned is None:
             self._stop()
         assert learned is not None
-        nll, kl = sum(one.nll for one in learned), sum(one.kl for one in learned)
+        nll = sum(one.nll for one in learned)
+        with torch.no_grad():  # at the end of the phase: within it, components differ in how far they have come
+            kl = steps * float(self.loss.kl()) if self.loss.with_kl else 0.0
         self._check_finite(nll, kl)
         progress.nll, progress.kl = progress.nll + nll, progress.kl + kl
         progress.steps, progress.step = progress.steps + steps, progress.step + steps

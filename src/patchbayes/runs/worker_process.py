@@ -72,7 +72,7 @@ def _work(
         found = training.train_(Phase(task["first"], task["last"]), task["hand"], stepped)
         assert found is not None
         shared[CHANGES][task["hand"]], shared[STEPS][task["hand"]] = statistics.flat(), found.steps
-        answer = {"hand": task["hand"], "nll": found.nll, "kl": found.kl, "steps": found.steps}
+        answer = {"hand": task["hand"], "nll": found.nll, "steps": found.steps}
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
 

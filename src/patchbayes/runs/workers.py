@@ -185,7 +185,7 @@ class WorkerPool:
             try:
                 worker, reply = self._replies.get(timeout=_POLL)
                 if reply is not None:
-                    learned[reply["hand"]] = Learned(reply["nll"], reply["kl"], reply["steps"])
+                    learned[reply["hand"]] = Learned(reply["nll"], reply["steps"])
                     busy.pop(worker, None)
             except queue.Empty:
                 pass
@@ -207,7 +207,7 @@ class WorkerPool:
         while not self._replies.empty():
             who, reply = self._replies.get()
             if reply is not None and who in busy and busy[who][0] == reply["hand"]:
-                learned[reply["hand"]] = Learned(reply["nll"], reply["kl"], reply["steps"])
+                learned[reply["hand"]] = Learned(reply["nll"], reply["steps"])
                 busy.pop(who)
             elif reply is not None:
                 others.append((who, reply))
