@@ -4,9 +4,9 @@ from .config import TrainingConfig
 from .evaluate import EvaluationOptions, evaluate
 from .folder import RunFolder
 from .interruption import TrainingInterrupted
+from .lost_ranks import RankLost
 from .new_inputs import NewInputs
 from .ordinary_checkpoint import load_ordinary_
-from .ranks import RankLost
 from .record import EvaluationRecord, read_evaluation, write_evaluation
 from .train import train
 

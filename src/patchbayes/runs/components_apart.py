@@ -8,10 +8,10 @@ from torch import Tensor
 
 from ..data import Dataset
 from ..errors import PatchbayesError
+from ..ranks import rank_and_number, summed
 from .config import TrainingConfig
 from .disjoint_patches import HandTraining, Learned, Phase, RunningStatistics, dealt, restored_if_unfinished
 from .loss import TrainingLoss
-from .ranks import own_device, rank_and_number, summed
 from .workers import CHANGES, STEPS, WorkerPool
 
 
@@ -89,7 +89,7 @@ class ComponentsApart:
         if ranks > 1:
             self._gather(phase, rank, ranks)
             sums = torch.tensor([[one.nll, one.steps] for one in learned], dtype=torch.float64)
-            whole = summed(torch.cat([sums, changes], dim=1).to(own_device() or "cpu")).cpu()
+            whole = summed(torch.cat([sums, changes], dim=1))
             changes.copy_(whole[:, 2:])
             steps.copy_(whole[:, 1].long())
             learned = [Learned(float(nll), int(number)) for nll, number in whole[:, :2]]

@@ -12,7 +12,7 @@ from ..likelihoods import Categorical, Likelihood
 from ..patching.patch import is_patched
 from ..patching.selection import evaluating
 from ..prediction import predict
-from .ranks import own_device, rank_and_number, share_buffers_, summed
+from ..ranks import rank_and_number, share_buffers_, summed
 
 
 def held_out_scores(
@@ -40,7 +40,7 @@ def held_out_scores(
             break
         chosen, points = _scores(network, inputs.to(device), targets.to(device), likelihood, draws, units.to(device))
         log_prob, score = log_prob + float(chosen.double().sum()), score + float(points.double().sum())
-    sums = torch.tensor([log_prob, score, float(asked)], dtype=torch.float64, device=own_device() or "cpu")
+    sums = torch.tensor([log_prob, score, float(asked)], dtype=torch.float64)
     log_prob, score, asked = summed(sums).tolist()
     if asked:
         return None

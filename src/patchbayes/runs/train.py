@@ -33,8 +33,8 @@ from .held_out import held_out_scores
 from .interruption import Interruption, TrainingInterrupted
 from .journal import Journal
 from .loss import TrainingLoss, build_likelihood, build_optimizer
+from .lost_ranks import noticing_lost_ranks
 from .network import num_members, patched_net, spreading_sites
-from .ranks import noticing_lost_ranks
 from .schedule import grow_spread_, learning_rate_factor
 from .state import Progress, load_state_, read_state, save_state
 from .writing import locked, writing
