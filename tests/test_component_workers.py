@@ -26,6 +26,7 @@ from patchbayes.runs.loss import TrainingLoss, build_likelihood, build_optimizer
 from patchbayes.runs.network import patched_net
 from patchbayes.runs.workers import WorkerPool
 from small_runs import rows_of, same, tensors_of, write_npz
+from two_processes import children
 
 
 def config(tmp_path, **settings):
@@ -274,18 +275,6 @@ def test_no_worker_outlives_its_parent(tmp_path, number):
     while time.monotonic() < deadline and any(map(alive, workers)):
         time.sleep(0.05)
     assert not any(map(alive, workers))
-
-
-def children(parent):
-    found = []
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = status.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[1]) == parent:
-            found.append(int(status.parent.name))
-    return found
 
 
 def alive(pid):

@@ -17,7 +17,9 @@ from two_processes import finish, on_processes, torchrun
 def network(sites="norm+output", method=None):
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 3))
+        model = nn.Sequential(
+            nn.Linear(4, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 3)
+        )
     pb.patch_(model, method or pb.EMP(3, jitter=0.3), sites)
     return model
 
@@ -43,7 +45,9 @@ def gradients_on_ranks(same_draws, share):
     wrapped = nn.parallel.DistributedDataParallel(model)
     inputs, targets = batch(12)
     rows = part_of(12, rank, ranks)
-    loss = nn.functional.cross_entropy(wrapped(inputs[list(rows)]), targets[list(rows)])  # equal parts: DDP takes the mean
+    loss = nn.functional.cross_entropy(
+        wrapped(inputs[list(rows)]), targets[list(rows)]
+    )  # equal parts: DDP takes the mean
     loss.backward()
     if share:
         share_gradients_(model, share)
@@ -129,7 +133,9 @@ def test_gradients_are_shared_once_after_the_processes_have_exchanged_them(found
     share_gradients_(model, 0.5)
     for one in found:
         for name, parameter in model.named_parameters():
-            torch.testing.assert_close(torch.tensor(one["shared"][name]), parameter.grad.flatten(), rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(
+                torch.tensor(one["shared"][name]), parameter.grad.flatten(), rtol=1e-4, atol=1e-6
+            )
 
 
 @pytest.mark.parametrize("case", ["auto,11,emp", "draws,5,emp", "auto,1,ecmp", "inputs,7,dropout", "draws,3,dropout"])
@@ -161,7 +167,11 @@ def bytes_of_step(learned):
 
     def count(_state, bucket):
         sent.append(bucket.buffer().numel() * bucket.buffer().element_size())
-        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda f: f.value()[0] / dist.get_world_size())
+        return (
+            dist.all_reduce(bucket.buffer(), async_op=True)
+            .get_future()
+            .then(lambda f: f.value()[0] / dist.get_world_size())
+        )
 
     wrapped.register_comm_hook(None, count)
     inputs, targets = batch()

@@ -35,7 +35,14 @@ def environment(*paths) -> dict[str, str]:
 
 def torchrun(words, number=2, paths=(), **options) -> subprocess.Popen:
     """Start a job of several processes, in a session of its own."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={number}", *map(str, words)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc_per_node={number}",
+        *map(str, words),
+    ]
     outputs = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen(command, env=environment(*paths), start_new_session=True, **{**outputs, **options})
 
@@ -58,3 +65,16 @@ def on_processes(folder: Path, module: str, function: str, *arguments, number=2)
     output = finish(process)
     assert process.returncode == 0, output
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(number)]
+
+
+def children(parent: int) -> list[int]:
+    """The processes that a process has started and that live, in the order of their numbers."""
+    found = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = status.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == parent and fields[0] != "Z":
+            found.append(int(status.parent.name))
+    return sorted(found)
