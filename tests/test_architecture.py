@@ -13,7 +13,7 @@ SOURCE = Path(patchbayes.__file__).parent
 
 # Each layer may import the layers before it, and modules of its own as long as there is no circle.
 LAYERS = [
-    {"digests", "errors", "files", "layers", "named_code", "plain_text", "views"},
+    {"digests", "errors", "files", "layers", "named_code", "plain_text", "ranks", "views"},
     {"draws", "metrics"},
     {"posteriors", "prior", "likelihoods"},
     {"patching"},

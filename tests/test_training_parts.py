@@ -15,11 +15,12 @@ from patchbayes.nets import mlp
 from patchbayes.objective import share_gradients_
 from patchbayes.patching.network import network_of
 from patchbayes.runs import TrainingConfig
+from patchbayes.runs.coordinate_descent import turn_length, turn_of
 from patchbayes.runs.data_order import EpochBatches, num_steps
 from patchbayes.runs.held_out import held_out_scores
 from patchbayes.runs.loss import TrainingLoss, build_likelihood, build_optimizer
 from patchbayes.runs.network import patch_with_, patched_net, spreading_sites
-from patchbayes.runs.schedule import grow_spread_, hold_still_, learning_rate_factor
+from patchbayes.runs.schedule import grow_spread_, learning_rate_factor
 
 
 def config(**settings):
@@ -322,18 +323,12 @@ def test_turns_need_two_kinds_of_parameters():
         optimizer_of(sites="all", alternate=1.0)
 
 
-def test_shared_and_patched_parameters_learn_in_turns():
-    optimizer, groups = optimizer_of()
-    learned = []
-    for step in range(6):
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = torch.ones_like(parameter)
-        hold_still_(optimizer, 0.5, step, 3)  # a turn lasts two steps
-        names = {name for name, group in groups.items() if all(p.grad is not None for p in group["params"])}
-        assert {name for name, group in groups.items() if any(p.grad is not None for p in group["params"])} == names
-        learned.append({name.partition("_")[0] for name in names})
-    assert learned == [{"shared"}] * 2 + [{"patched"}] * 2 + [{"shared"}] * 2
+def test_turns_last_as_long_as_they_should():
+    chosen = config(alternate=0.5, epochs=3)
+    assert turn_length(chosen, 3) == 2
+    assert [turn_of(chosen, step, 3) for step in range(6)] == ["shared"] * 2 + ["patched"] * 2 + ["shared"] * 2
+    assert turn_of(config(), 0, 3) is None
+    assert {turn_of(config(learn="patches"), step, 3) for step in range(30)} == {"patched"}
 
 
 def test_nothing_is_decayed_twice():

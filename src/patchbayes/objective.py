@@ -16,6 +16,7 @@ from .patching.assignment import expected_log_prob
 from .patching.drawing import DrawnOutputs
 from .patching.frames import last_draw
 from .patching.network import PatchedNetwork, Site, network_of, root_of
+from .patching.sharding import refuse_sharded
 from .posteriors.posterior import CHILD, KL, Entropy, Posterior, PriorTerms, is_bias, quadratic
 from .prior import GammaPrior, LaplacePrior, LearnedPrior, Prior
 
@@ -55,6 +56,7 @@ def kl(
     if entropy not in (None, "lower", "upper"):
         raise PatchbayesError(f'kl(entropy={entropy!r}): give None, "lower" or "upper".')
     root, network = root_of(model)
+    refuse_sharded(network, "kl")
     prior = prior or network.prior
     if entropy is not None and isinstance(prior, LaplacePrior):
         raise PatchbayesError(

@@ -20,6 +20,7 @@ _COLUMNS = {
 }
 _PERCENT = ("accuracy", "ece", "coverage_95")
 _MOST_COLUMNS = 100
+_PATIENCE = 600  # seconds that processes wait for one another
 
 
 def evaluate(
@@ -56,13 +57,15 @@ def evaluate(
     A record, evaluation.json, is written into each folder: accuracy, likelihood, Brier score and calibration with bootstrap
     intervals; the floor that a perfectly calibrated network would score by chance; temperature scaling as a reference; scores
     against the number of draws; accuracy against coverage; diversity of the draws; inputs of another kind; corruption.
-    Regression: RMSE, log density, CRPS, intervals.
+    Regression: RMSE, log density, CRPS, intervals. Inputs and draws are divided over several processes, where there are:
+    torchrun --nproc-per-node 2 -m patchbayes evaluate ...
 
     \b
     patchbayes evaluate runs/vanilla runs/ecmp
     patchbayes evaluate runs/* --draws 20 --corruptions --ood fashion-mnist
     patchbayes evaluate runs/bayes --split "test[5000:]" --temperature-on "test[:5000]"
     """
+    from ..ranks import is_first, process_group
     from ..runs import EvaluationOptions, RunFolder, write_evaluation
     from ..runs import evaluate as evaluate_runs
 
@@ -89,7 +92,10 @@ def evaluate(
     if corruptions and corruption_folder is None:
         need("evaluate --corruptions", {"imagecorruptions": "corruptions"})
     folders = [RunFolder.open(path, trust_code=trust_code) for path in runs]
-    records = evaluate_runs(folders, options, tell, write_evaluation)
+    with process_group(_PATIENCE):
+        records = evaluate_runs(folders, options, tell, write_evaluation)
+    if not is_first():
+        return
     if as_json:
         show_json([record.to_json() for record in records])
         return

@@ -65,6 +65,9 @@ def train(
     epochs: Annotated[int | None, typer.Option(help="Passes over the training part.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Examples in a step.")] = None,
     draws_per_step: Annotated[int | None, typer.Option(help="Draws of the network in a step.")] = None,
+    same_draws: Annotated[
+        bool | None, typer.Option("--same-draws", help="On several processes: one draw for all of them in a step.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Of the start, draws, data order and augmentation.")] = None,
     precision: Annotated[
         Literal["float32", "bfloat16"] | None, typer.Option(help="float32 if not given; bfloat16: mixed precision.")
@@ -109,7 +112,7 @@ def train(
 
     The folder holds the resolved configuration, metrics by epoch (JSON lines), the last and the best checkpoint
     (safetensors), and a log. An interrupted run goes on with --resume, to the same bits. On several processes or machines:
-    accelerate launch -m patchbayes train ...
+    torchrun --nproc-per-node 2 -m patchbayes train ..., or accelerate launch -m patchbayes train ...
 
     \b
     patchbayes train runs/ecmp --data digits --model small_cnn --method ecmp --epochs 20
@@ -118,6 +121,7 @@ def train(
     patchbayes train runs/net --data csv:table.csv#target --model mlp --noise auto
     """
     from ..errors import PatchbayesError
+    from ..ranks import is_first
     from ..runs import RunFolder, TrainingConfig
     from ..runs import train as train_network
     from ..runs.noise import train_with_chosen_noise, with_noise
@@ -125,7 +129,8 @@ def train(
     named = {
         "data": data, "model": model, "method": method, "sites": sites, "objective": objective,
         "optimizer": optimizer, "lr": lr, "patch_lr": patch_lr,
-        "schedule": schedule, "epochs": epochs, "batch_size": batch_size, "draws_per_step": draws_per_step, "seed": seed,
+        "schedule": schedule, "epochs": epochs, "batch_size": batch_size, "draws_per_step": draws_per_step,
+        "same_draws": same_draws, "seed": seed,
         "precision": precision, "device": device, "held_out": held_out, "tensorboard": tensorboard,
         "data_dir": None if data_dir is None else str(data_dir), "columns": columns,
     }  # fmt: skip
@@ -162,6 +167,8 @@ def train(
     if noise is not None:
         settings_of_run = with_noise(settings_of_run, _level(noise))
     run = train_network(settings_of_run, folder, resume=resume, quiet=quiet, trust_code=True, say=tell)
+    if not is_first():
+        return
     history = run.history()
     if as_json:
         show_json({"folder": str(folder), **(history[-1] if history else {})})

@@ -129,6 +129,7 @@ class PatchedNetwork:
         self.prior = prior
         self.likelihood = likelihood
         self.eval: Eval = "mean"
+        self.same_draws = False  # whether all processes of a distributed training draw alike
         self.compiling = MEAN  # the draw of compiled code, which knows no frames
         self.held: NetworkDraw | None = None  # the draw that a block holds, for compiled code alone
         self.holds: list[NetworkDraw] = []  # those of all blocks that run, the newest last
@@ -193,7 +194,7 @@ class PatchedNetwork:
             return self._draw()
 
     def _draw(self) -> NetworkDraw:
-        key = fold(fold(self.generator[0], _rank()), self.generator[1])
+        key = fold(fold(self.generator[0], 0 if self.same_draws else _rank()), self.generator[1])
         if torch.compiler.is_dynamo_compiling():
             indices = self._assign_compiled(key)
         else:

@@ -17,6 +17,7 @@ from ..draws.layout import NetworkDraw
 from ..errors import PatchbayesError
 from .frames import MEAN, Frame, frame_of, in_backward, pushed, raise_unknown_draw, set_last_draw
 from .network import PatchedNetwork
+from .sharding import refuse_replicas
 
 GENERATOR_KEY = "patchbayes_generator"
 
@@ -38,7 +39,8 @@ def root_class(cls: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return with_draw(self, cls.forward, args, kwargs)
 
-    return derived_class(cls, ("root",), lambda: {"forward": forward})
+    members = {"forward": forward, "_replicate_for_data_parallel": refuse_replicas}
+    return derived_class(cls, ("root",), lambda: members)
 
 
 _derived: dict[Any, type[nn.Module]] = {}

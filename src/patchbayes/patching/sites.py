@@ -14,6 +14,7 @@ from ..posteriors.posterior import CHILD, Posterior
 from .frames import MEAN, Frame, frame_of, in_backward, pushed, raise_unknown_draw
 from .network import SITE, Site
 from .roots import derived_class, original_class, root_class
+from .sharding import refuse_replicas
 
 _TIED = "_patchbayes_tied"
 
@@ -103,6 +104,7 @@ def _site_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]
     def namespace() -> dict[str, Any]:
         members: dict[str, Any] = {name: _drawn_property(name) for name in names}
         members |= {"forward": forward, "_patchbayes_forward": run, "__setattr__": _set_attribute(cls, names)}
+        members["_replicate_for_data_parallel"] = refuse_replicas
         if issubclass(cls, nn.RNNBase) and names:
             members |= {"_flat_weights": property(_flat_weights, _ignore), "_update_flat_weights": _ignore}
             members["__setstate__"] = nn.Module.__setstate__  # the class's own reads weights while a copy is made

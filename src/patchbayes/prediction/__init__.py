@@ -2,6 +2,7 @@
 
 from .classes import ClassPrediction
 from .labels import LabelPrediction
+from .on_ranks import predict_on_ranks
 from .plan import Plan
 from .predict import Predictor, predict, predict_batches
 from .prediction import Prediction, PredictiveCheck
@@ -19,4 +20,5 @@ __all__ = [
     "RegressionPrediction",
     "predict",
     "predict_batches",
+    "predict_on_ranks",
 ]

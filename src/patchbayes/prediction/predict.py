@@ -15,6 +15,7 @@ from ..errors import PatchbayesError
 from ..likelihoods import Categorical, Likelihood, checked_likelihood
 from ..patching.network import PatchedNetwork, network_of
 from ..patching.patch import is_patched
+from ..patching.sharding import refuse_sharded
 from ..views import Views
 from .adaptive import until_sure
 from .averages import average
@@ -165,6 +166,8 @@ class Predicting:
         self.machine: Engine | None = None
         self.number = draws
         self.tolerance = options.get("tolerance") or _TOLERANCE if draws == "auto" else None
+        if network is not None:
+            refuse_sharded(network, "predict")
         if network is not None and draws != "mean":
             made = make_draws(model, network, draws, options.get("sampling", "balanced"), options.get("generator"))
             self.machine = Engine(

@@ -4,6 +4,7 @@ from .config import TrainingConfig
 from .evaluate import EvaluationOptions, evaluate
 from .folder import RunFolder
 from .interruption import TrainingInterrupted
+from .lost_ranks import RankLost
 from .new_inputs import NewInputs
 from .ordinary_checkpoint import load_ordinary_
 from .record import EvaluationRecord, read_evaluation, write_evaluation
@@ -13,6 +14,7 @@ __all__ = [
     "EvaluationOptions",
     "EvaluationRecord",
     "NewInputs",
+    "RankLost",
     "RunFolder",
     "TrainingConfig",
     "TrainingInterrupted",

@@ -20,8 +20,6 @@ from .interruption import TrainingInterrupted
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-_PATIENCE = timedelta(hours=2)  # processes wait that long for the first one to look at the held-out part
-
 
 @contextlib.contextmanager
 def accelerated(config: TrainingConfig) -> Iterator["Accelerator"]:
@@ -34,13 +32,13 @@ def accelerated(config: TrainingConfig) -> Iterator["Accelerator"]:
             f"training needs the package accelerate ({error}).\n  do       pip install 'patchbayes[cli]'"
         ) from None
     ours = not is_initialized()
-    with _processor_settings(config.threads):
+    with processor_settings(config.threads):
         try:
             accelerator = Accelerator(
                 # Where there is nothing else, it must be told so: several processes would not find each other.
                 cpu=config.device == "cpu" or not torch.accelerator.is_available(),
                 mixed_precision="bf16" if config.precision == "bfloat16" else "no",
-                kwargs_handlers=[InitProcessGroupKwargs(timeout=_PATIENCE)],
+                kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=config.timeout))],
             )
         except ValueError as error:
             raise PatchbayesError(
@@ -67,7 +65,7 @@ def _leave_together(accelerator: "Accelerator") -> None:
 
 
 @contextlib.contextmanager
-def _processor_settings(threads: int | None) -> Iterator[None]:
+def processor_settings(threads: int | None) -> Iterator[None]:
     """Denormal numbers, which slow a processor down many times, count as zero; and so many threads."""
     flushed = float(torch.tensor(1e-310, dtype=torch.float64) * 1) == 0
     before = torch.get_num_threads()

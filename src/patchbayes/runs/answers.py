@@ -12,8 +12,9 @@ from ..likelihoods import Gaussian
 from ..patching.network import network_of
 from ..patching.patch import is_patched
 from ..patching.selection import evaluating
-from ..prediction import predict
+from ..prediction.on_ranks import predict_on_ranks
 from ..prediction.predict import Sampling, make_draws
+from ..ranks import exchanged, part_of, rank_and_number
 
 _KEPT = 2**26  # values of single draws held at a time: 256 MB
 _REPEATS = 10  # at most so many groups of S draws tell how much a score at S draws varies
@@ -84,11 +85,11 @@ def class_answers(
     parts: list[tuple[Tensor, ...]] = []
     scores: dict[int, list[tuple[Tensor, ...]]] = {number: [] for number in points}
     for inputs, targets in batches:
-        prediction = predict(model, inputs, taken, keep_draws=True)
+        prediction = predict_on_ranks(model, inputs, taken, keep_draws=True)
         unlike = _disagreement(prediction.draw_probs.argmax(-1), prediction.weights)
         parts.append((prediction.log_probs, targets, prediction.mutual_information, unlike))
         for pool, numbers in pools:
-            kept = prediction if pool is taken else predict(model, inputs, pool, keep_draws=True)
+            kept = prediction if pool is taken else predict_on_ranks(model, inputs, pool, keep_draws=True)
             for number in numbers:
                 scores[number].append(_scores_of_groups(number, kept.draw_probs, targets))
     joined = [torch.cat(column).cpu() for column in zip(*parts, strict=True)]
@@ -120,11 +121,14 @@ def _pools(
 
 
 def plain_outputs(model: nn.Module, inputs: Tensor) -> Tensor:
-    """The output (B, ...) of an unpatched network in evaluation mode."""
+    """The output (B, ...) of an unpatched network in evaluation mode; of several processes each computes its part."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    rank, ranks = rank_and_number()
+    parts = min(ranks, len(inputs))
+    own = part_of(len(inputs), min(rank, parts - 1), parts)
     with evaluating(model):
-        output: Any = model(inputs.to(device))
-    return torch.as_tensor(getattr(output, "logits", output))
+        output: Any = model(inputs[own.start : own.stop].to(device))
+    return torch.cat(exchanged(torch.as_tensor(getattr(output, "logits", output)))[:parts])
 
 
 def fitting_batch_size(draws: int, outputs: int, largest: int = 256) -> int:
@@ -162,7 +166,7 @@ def value_answers(
     weights = torch.ones(1, dtype=torch.float64)
     for inputs, wanted in batches:
         if taken is not None:
-            prediction = predict(model, inputs, taken, likelihood=likelihood, keep_draws=True)
+            prediction = predict_on_ranks(model, inputs, taken, likelihood=likelihood, keep_draws=True)
             kept, weights = prediction.draw_means, prediction.weights
         else:
             kept = plain_outputs(model, inputs).unsqueeze(0)

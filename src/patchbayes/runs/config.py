@@ -15,7 +15,7 @@ from ..posteriors import Method
 from ..posteriors.text import FLAT_OPTIONS, VANILLA, parse_rules, text_of, text_of_rules, upgraded
 
 #: What may differ when a run is resumed: it does not change the result.
-FREE = ("data_dir", "workers", "checkpoint_seconds", "checkpoint_steps", "tensorboard")
+FREE = ("data_dir", "workers", "checkpoint_seconds", "checkpoint_steps", "tensorboard", "timeout")
 #: More would exhaust the system: each is a thread of the processor.
 MOST_THREADS = 1024
 
@@ -53,6 +53,7 @@ class TrainingConfig:
     output_precision, learn_precision   regression: precision of the noise on standardized targets, 1 if not given, and
                    whether it is learned.
     draws_per_step draws S of the network in each step. An ensemble trains all its members in each.
+    same_draws     on several processes: all compute with one draw in a step, instead of each with its own.
 
     Optimizer
     optimizer      "sgd", "adam" or "adamw".
@@ -62,7 +63,14 @@ class TrainingConfig:
                    one of K steps (`share_gradients_`). 0: off, as the paper trains; 1: all components move alike. Weight
                    decay of patched layers is then part of the loss, so that below 1 training comes to rest where it would
                    without sharing.
-    alternate      epochs of a turn, where shared and patched parameters learn in turns (appendix C.2); 0: together.
+    learn          "all", or "patches" alone: the shared parameters rest for the whole run.
+    alternate      epochs of a turn, where shared and patched parameters learn in turns (appendix C.2); 0: together. What rests
+                   is not differentiated either. While shared parameters rest, so do batch norms that are not patched (they
+                   normalize by their running statistics), and in turns of two epochs or more, without augmentation, what
+                   lies before the first patched layer is computed once.
+    component_workers   0: the patches learn in the training process from random draws. From 1 on, while shared parameters
+                   rest: EMP's components learn apart, each on draws of its own, in as many worker processes (1: in the
+                   training process, or in each of several ranks its share). How many does not change the result.
     momentum, nesterov   for sgd; 0.9 if not given.
     schedule       of the learning rates: "cosine" (to 0), "constant" or "step" (times `step_factor`, 0.1 if not given, at
                    each of `milestones`, shares of the run, 0.5 and 0.75 if not given).
@@ -78,6 +86,7 @@ class TrainingConfig:
     report_epochs  epochs between two rows of metrics, each with a look at the held-out part and a checkpoint.
     eval_draws     draws for that look.
     checkpoint_seconds, checkpoint_steps   when else a checkpoint is written.
+    timeout        seconds after which a process is given up that others wait for, or a worker that makes no step.
     tensorboard    write TensorBoard files too.
     """
 
@@ -105,12 +114,15 @@ class TrainingConfig:
     output_precision: float | None = None
     learn_precision: bool = False
     draws_per_step: int = 1
+    same_draws: bool = False
 
     optimizer: Literal["sgd", "adam", "adamw"] = "adam"
     lr: float | None = None
     patch_lr: float | None = None
     sharing: float = 0.0
+    learn: Literal["all", "patches"] = "all"
     alternate: float = 0.0
+    component_workers: int = 0
     momentum: float | None = None
     nesterov: bool = False
     schedule: Literal["cosine", "constant", "step"] = "cosine"
@@ -129,6 +141,7 @@ class TrainingConfig:
     eval_draws: int = 5
     checkpoint_seconds: float | None = 300.0
     checkpoint_steps: int | None = None
+    timeout: float = 600.0
     tensorboard: bool = False
 
     def __post_init__(self) -> None:
@@ -216,7 +229,10 @@ class TrainingConfig:
     def differences(self, other: "TrainingConfig") -> dict[str, tuple[Any, Any]]:
         """The keys in which `other` would give another result, with both values."""
         mine, theirs = self.to_json(), other.to_json()
-        return {key: (mine[key], theirs[key]) for key in mine if key not in FREE and mine[key] != theirs[key]}
+        differing = {key: (mine[key], theirs[key]) for key in mine if key not in FREE and mine[key] != theirs[key]}
+        if self.component_workers and other.component_workers:  # any number of them gives the same
+            differing.pop("component_workers", None)
+        return differing
 
 
 def _from_0_1_0(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -291,6 +307,8 @@ _RANGES: dict[str, tuple[float, bool, float]] = {
     "batch_size": (1, True, 2**40),
     "threads": (1, True, MOST_THREADS),
     "workers": (0, True, 256),
+    "component_workers": (0, True, 1024),
+    "timeout": (0, False, 10**7),
     "report_epochs": (1, True, 10**7),
     "eval_draws": (1, True, 10**6),
     "checkpoint_seconds": (0, True, math.inf),
@@ -325,8 +343,9 @@ def _check_together(config: TrainingConfig) -> None:
         for name in ("sites", "patch_lr"):
             if getattr(config, name) is not None:
                 _refuse(name, getattr(config, name), 'method "vanilla" patches nothing')
-        plainly = {"draws_per_step": 1, "sharing": 0, "alternate": 0, "jitter_warmup": 0, "prior": "gaussian"}
-        for name, plain in (plainly | {"lambdas": None}).items():
+        patched_only = {"draws_per_step": 1, "sharing": 0, "alternate": 0, "jitter_warmup": 0, "prior": "gaussian"}
+        processes = {"learn": "all", "component_workers": 0, "same_draws": False}
+        for name, plain in (patched_only | {"lambdas": None} | processes).items():
             if getattr(config, name) != plain:
                 _refuse(name, getattr(config, name), 'it is for patched networks, and method "vanilla" patches nothing')
         if config.weight_decay is not None and config.prior_precision is not None:
@@ -335,6 +354,20 @@ def _check_together(config: TrainingConfig) -> None:
             )
     if config.alternate >= config.epochs:
         _refuse("alternate", config.alternate, f"patched parameters would have no turn in {config.epochs} epochs")
+    if config.alternate and config.learn == "patches":
+        _refuse("alternate", config.alternate, 'learn="patches" gives the shared parameters no turn')
+    if config.component_workers:
+        if not config.alternate and config.learn == "all":
+            _refuse(
+                "component_workers",
+                config.component_workers,
+                'components learn apart while shared parameters rest: give alternate or learn="patches" too',
+            )
+        for name, plain in {"draws_per_step": 1, "sharing": 0, "jitter_warmup": 0, "same_draws": False}.items():
+            if getattr(config, name) != plain:
+                _refuse(
+                    name, getattr(config, name), "components that learn apart (component_workers) have no use for it"
+                )
     if config.jitter_warmup > config.epochs:
         _refuse("jitter_warmup", config.jitter_warmup, f"it ends after the run ({config.epochs} epochs)")
     if config.objective == "simplified":

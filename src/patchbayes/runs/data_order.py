@@ -15,7 +15,7 @@ from torch.utils.data import Dataset as Numbered
 from ..data import Dataset
 from ..draws.randomness import fold
 
-_ORDER, _AUGMENTATION, PATCHES, JITTER = range(4)  # the streams that a run's seed is split into
+_ORDER, _AUGMENTATION, PATCHES, JITTER, DEAL = range(5)  # the streams that a run's seed is split into
 
 #: inputs (B, ...), targets (B,) or (B, D), and what the mean over them counts in the mean over the whole batch
 Batch = tuple[Tensor, Tensor, float]
@@ -40,23 +40,26 @@ class EpochBatches(Numbered[Batch]):
         return len(self._batches)
 
     def __getitem__(self, step: int) -> Batch:
-        whole = self._batches[step]
-        indices = whole.tensor_split(self.processes)[self.process]
+        whole, indices = self._batches[step], self.numbers(step)
         raw, targets = self.dataset.train.fetch(indices)
         preparation = self.dataset.preparation
         raw = preparation.augment(raw, stream(self.seed, _AUGMENTATION, self.epoch, step, self.process))
         share = len(indices) * self.processes / len(whole)
         return preparation.inputs(raw), preparation.targets(targets), share
 
-    def starting_at(self, step: int, workers: int) -> Iterator[Batch]:
-        """The batches from that step on, prepared ahead by `workers` processes."""
+    def numbers(self, step: int) -> Tensor:
+        """The numbers of this process's examples in a step, (B,) int64."""
+        return self._batches[step].tensor_split(self.processes)[self.process]
+
+    def starting_at(self, step: int, workers: int, stop: int | None = None) -> Iterator[Batch]:
+        """The batches from that step on, to the end or to `stop`, prepared ahead by `workers` processes."""
         # The loader would take a seed from the global generator for its workers, which draw nothing.
         unused = torch.Generator()
         return iter(
             DataLoader(
                 self,
                 batch_size=None,
-                sampler=range(step, len(self)),
+                sampler=range(len(self))[step:stop],
                 num_workers=workers,
                 collate_fn=_unchanged,
                 generator=unused,

@@ -9,11 +9,21 @@ from typing import Any, get_args
 from ..data import Dataset, Preparation, Task, read
 from ..data.columns import KINDS
 from ..errors import PatchbayesError
+from .config import TrainingConfig
 from .entry import Entry
 
 _LARGEST_INPUT = 2**31  # numbers; no network of this package takes larger ones
 _READING = {"held_out", "seed", "target", "size", "split", "task", "columns"}
 _CONTENT = ("task", "classes", "features", "input_shape", "num_outputs")
+
+
+def training_data(config: TrainingConfig, trust_code: bool) -> Dataset:
+    """The data set that a configuration names, with its augmentation."""
+    dataset = read(config.data, config.data_dir, **config.reading, trust_code=trust_code)
+    if config.augmentation is None:
+        return dataset
+    preparation = dataclasses.replace(dataset.preparation, augmentation=config.augmentation)
+    return dataclasses.replace(dataset, preparation=preparation)
 
 
 def check_record(record: Entry) -> None:

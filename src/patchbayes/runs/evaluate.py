@@ -20,6 +20,7 @@ from ..patching.network import network_of
 from ..patching.patch import is_patched
 from ..patching.report import PatchReport, number_of_parameters, report_on
 from ..provenance import provenance
+from ..ranks import rank_and_number
 from . import classification, regression
 from .answers import class_answers, fitting_batch_size, value_answers
 from .config import TrainingConfig
@@ -71,8 +72,12 @@ def evaluate(
     """A record for each run, in the order given; the first vanilla one is the reference of corruption errors.
 
     `keep(folder, record)` is called as soon as a run is done, and again when the scores under corruption are there: with
-    `write_evaluation`, an interruption loses no more than the run at hand.
+    `write_evaluation`, an interruption loses no more than the run at hand. Of several processes (`torchrun`, after
+    `init_process_group`) all call this: inputs and draws are divided over them (`predict_on_ranks`), all return the records,
+    and the first one keeps and says.
     """
+    if rank_and_number()[0] != 0:
+        say, keep = lambda text: None, lambda folder, record: None
     for name in ("draws", "corruption_draws", "corruption_examples", "replicates"):
         if not 1 <= getattr(options, name) <= _MOST:
             raise PatchbayesError(f"evaluate: {name}={getattr(options, name)}; expected 1 to {_MOST:,}.")

@@ -1,5 +1,6 @@
 """How good the network is on the examples held out, while it trains."""
 
+import itertools
 import math
 from collections.abc import Callable
 
@@ -11,6 +12,7 @@ from ..likelihoods import Categorical, Likelihood
 from ..patching.patch import is_patched
 from ..patching.selection import evaluating
 from ..prediction import predict
+from ..ranks import rank_and_number, share_buffers_, summed
 
 
 def held_out_scores(
@@ -24,16 +26,24 @@ def held_out_scores(
 ) -> dict[str, float] | None:
     """Scores of the average over a few draws: NLL in nats per example, and accuracy, or RMSE in the targets' own units.
 
-    The NLL of a regression is minus the log density of the targets in their own units. None if `stopped` before the end.
+    The NLL of a regression is minus the log density of the targets in their own units. None if `stopped` before the end. Of
+    several processes each scores its part of the batches, and all have the scores.
     """
     device = next(network.parameters()).device
     units = torch.tensor(dataset.preparation.target_std, dtype=torch.float64)
-    log_prob, score = 0.0, 0.0
-    for inputs, targets in dataset.batches(split, batch_size):
+    rank, ranks = rank_and_number()
+    share_buffers_(network)
+    log_prob, score, asked = 0.0, 0.0, False
+    for inputs, targets in itertools.islice(dataset.batches(split, batch_size), rank, None, ranks):
         if stopped():
-            return None
+            asked = True
+            break
         chosen, points = _scores(network, inputs.to(device), targets.to(device), likelihood, draws, units.to(device))
         log_prob, score = log_prob + float(chosen.double().sum()), score + float(points.double().sum())
+    sums = torch.tensor([log_prob, score, float(asked)], dtype=torch.float64)
+    log_prob, score, asked = summed(sums).tolist()
+    if asked:
+        return None
     nll, mean = -log_prob / len(split), score / len(split)
     if isinstance(likelihood, Categorical):
         return {"held_out_nll": nll, "held_out_accuracy": mean}

@@ -43,6 +43,7 @@ class TrainingLoss(nn.Module):
         self.penalty = _lambdas(config)[1]
         known = network_of(network).prior if self.patched else None
         self.prior = known if isinstance(known, LearnedPrior) else None  # a part of the loss: its state is the run's
+        self.resting_kl: Tensor | float = 0.0
         # One draw picks one member of an ensemble: a step takes each of them once.
         self.draws: int | Draws = Draws.enumerate(network) if num_members(network) else config.draws_per_step
 
@@ -62,10 +63,17 @@ class TrainingLoss(nn.Module):
     def kl(self) -> Tensor:
         """KL(q || p) of what the optimizer does not decay, ()."""
         if self.patched:
-            return kl(self.network, shared=self.shared)
+            return kl(self.network, shared=self.shared) + self.resting_kl
         squares = [parameter.square().sum() for parameter in self.network.parameters()]
         total = 0.5 * self.precision * torch.stack(squares).sum()
         return total if self.shared else torch.zeros_like(total)
+
+    @torch.no_grad()
+    def set_resting_kl_(self) -> None:
+        """Compute the part of the KL once that belongs to parameters which rest: a constant until others rest."""
+        if self.with_kl and self.patched:
+            whole = kl(self.network, shared=self.shared, frozen=True)
+            self.resting_kl = whole - kl(self.network, shared=self.shared)
 
 
 def build_likelihood(task: str, config: TrainingConfig) -> Likelihood:
@@ -91,6 +99,11 @@ def build_optimizer(config: TrainingConfig, network: nn.Module, likelihood: Like
         groups.append({"params": learned, "name": "output_precision", "lr": config.chosen_lr, "weight_decay": 0.0})
     for group in groups:
         group["initial_lr"] = group["lr"]
+    return optimizer_over(config, groups)
+
+
+def optimizer_over(config: TrainingConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """The optimizer that the configuration names, over these groups."""
     if config.optimizer == "sgd":
         momentum = 0.9 if config.momentum is None else config.momentum
         return torch.optim.SGD(groups, momentum=momentum, nesterov=config.nesterov)

@@ -3,8 +3,6 @@
 import math
 from collections.abc import Iterable
 
-import torch
-
 from ..patching.network import Site
 from .config import TrainingConfig
 
@@ -29,20 +27,6 @@ def learning_rate_factor(config: TrainingConfig, step: int, steps_per_epoch: int
         factor = 0.1 if config.step_factor is None else config.step_factor
         return factor ** sum(step >= share * total for share in milestones)
     return 1.0
-
-
-def hold_still_(optimizer: torch.optim.Optimizer, epochs: float, step: int, steps_per_epoch: int) -> None:
-    """In step 0, 1, ... of the run, let only those learn whose turn it is (coordinate descent, appendix C.2).
-
-    Turns last `epochs` each; shared parameters have the first, patched ones the second, and so on. Without a gradient a
-    parameter rests: it is not decayed, and what the optimizer knows of it stays as it is.
-    """
-    turn = step // max(1, round(epochs * steps_per_epoch))
-    resting = (("patched", "law"), ("shared",))[turn % 2]
-    for group in optimizer.param_groups:
-        if group["name"].startswith(resting):
-            for parameter in group["params"]:
-                parameter.grad = None
 
 
 def grow_spread_(sites: Iterable[Site], epochs: float, step: int, steps_per_epoch: int) -> None:

@@ -1,7 +1,6 @@
 """train: from a configuration to a run folder, resumable at any point to the same bits."""
 
 import contextlib
-import dataclasses
 import math
 import time
 from collections.abc import Callable
@@ -12,28 +11,32 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from ..data import Dataset, read
+from ..data import Dataset
 from ..digests import digests_alone
 from ..errors import PatchbayesError
-from ..files import remove_leftovers, replacing
+from ..files import replacing
 from ..likelihoods import Gaussian
 from ..objective import maximize_prior_, share_gradients_
 from ..patching.checkpoint import save
 from ..patching.network import network_of
 from ..patching.patch import is_patched
-from ..provenance import provenance
 from .accelerator import accelerated
+from .beginning import begin
+from .components_apart import ComponentsApart
 from .config import TrainingConfig
+from .coordinate_descent import Turns, turn_length, turn_of
 from .data_order import Batch, EpochBatches, num_steps
-from .data_record import data_changes, data_record
+from .data_record import training_data
+from .disjoint_patches import Phase
 from .folder import RunFolder, refuse_used
 from .held_out import held_out_scores
 from .interruption import Interruption, TrainingInterrupted
 from .journal import Journal
 from .loss import TrainingLoss, build_likelihood, build_optimizer
+from .lost_ranks import noticing_lost_ranks
 from .network import num_members, patched_net, spreading_sites
-from .schedule import grow_spread_, hold_still_, learning_rate_factor
-from .state import Progress, load_state_, save_state
+from .schedule import grow_spread_, learning_rate_factor
+from .state import Progress, load_state_, read_state, save_state
 from .writing import locked, writing
 
 if TYPE_CHECKING:
@@ -59,7 +62,8 @@ def train(
     say      is told what the columns of a table were taken for.
 
     SIGTERM and Ctrl-C let the step finish, write a checkpoint and raise `TrainingInterrupted`. Bits are kept on CPUs; on
-    GPUs as far as the kernels are deterministic. With several processes (`accelerate launch`, `torchrun`) all call this.
+    GPUs as far as the kernels are deterministic. With several processes (`accelerate launch`, `torchrun`) all call this; if
+    one of them is lost, another saves the state and raises `RankLost`.
     """
     folder = Path(folder)
     with accelerated(config) as accelerator:
@@ -86,46 +90,18 @@ def _train(
             # Their number changes the last bits: as many as when the run began.
             began = RunFolder.open(folder).config.get("machine", {})
             torch.set_num_threads(began.get("threads", torch.get_num_threads()))
-        dataset = _read_data(config, trust_code)
+        dataset = training_data(config, trust_code)
         if first and dataset.columns:
             say("\n".join(["columns:", *(f"  {column}" for column in dataset.columns)]))
         trainer = _Trainer(config, dataset, accelerator, trust_code)  # fails, if it does, before anything is written
         total = config.epochs * trainer.steps
         journal = Journal(folder, total=total, quiet=quiet, tensorboard=config.tensorboard, silent=not first)
         if first:
-            _begin(folder, config, dataset, resume)
+            begin(folder, config, dataset, resume)
         accelerator.wait_for_everyone()
-        trainer.run(RunFolder.open(folder), stack.enter_context(journal), stack.enter_context(Interruption()))
-
-
-def _read_data(config: TrainingConfig, trust_code: bool) -> Dataset:
-    dataset = read(config.data, config.data_dir, **config.reading, trust_code=trust_code)
-    if config.augmentation is None:
-        return dataset
-    preparation = dataclasses.replace(dataset.preparation, augmentation=config.augmentation)
-    return dataclasses.replace(dataset, preparation=preparation)
-
-
-def _begin(folder: Path, config: TrainingConfig, dataset: Dataset, resume: bool) -> None:
-    """Write config.json, or compare with the one that is there."""
-    remove_leftovers(folder)
-    record = data_record(dataset, config.data_dir, **config.reading)
-    if not (resume and (folder / "config.json").exists()):
-        description = {"kind": "train", "model": config.model, "training": config.to_json(), "data": record}
-        RunFolder.create(folder, {**description, **provenance()})
-        return
-    run = RunFolder.open(folder)
-    if run.kind != "train":
-        raise PatchbayesError(f'{folder} holds a run of the kind "{run.kind}", which cannot be resumed by training.')
-    differing = [f"{key} was {then!r}, is {now!r}" for key, (then, now) in run.training.differences(config).items()]
-    differing += [] if differing else data_changes(run.config["data"], record)
-    if differing:
-        raise PatchbayesError(
-            f"{folder} cannot be resumed: it was started with different settings.\n  - "
-            + "\n  - ".join(differing)
-            + "\n"
-            "  do       give the settings of its config.json, or train in another folder."
-        )
+        interruption = stack.enter_context(Interruption())
+        with noticing_lost_ranks(config.timeout, folder, trainer.rescue, trainer.where):
+            trainer.run(RunFolder.open(folder), stack.enter_context(journal), interruption, stack)
 
 
 class _Trainer:
@@ -141,15 +117,23 @@ class _Trainer:
         likelihood = build_likelihood(dataset.task, config)
         if is_patched(self.network):
             network_of(self.network).likelihood = likelihood
+            network_of(self.network).same_draws = config.same_draws
         self.loss = TrainingLoss(self.network, likelihood, config, len(dataset.train))
         self.bare_optimizer = build_optimizer(config, self.network, likelihood)
         self.wrapped, self.optimizer = accelerator.prepare(self.loss.train(), self.bare_optimizer)
+        self.turns = Turns(config, self.loss, self.bare_optimizer, dataset)
+        self.apart = None
+        if config.component_workers:
+            self.apart = ComponentsApart(config, self.loss, self.bare_optimizer, dataset, trust_code=trust_code)
         self.progress = Progress()
         self.saved = time.monotonic()
+        self._before_step: dict[str, Tensor] = {}
 
-    def run(self, folder: RunFolder, journal: Journal, interruption: Interruption) -> None:
-        """Train from where the folder stands to the end."""
-        self.folder, self.journal, self.interruption = folder, journal, interruption
+    def run(
+        self, folder: RunFolder, journal: Journal, interruption: Interruption, ending: contextlib.ExitStack
+    ) -> None:
+        """Train from where the folder stands to the end; `ending` ends worker processes."""
+        self.folder, self.journal, self.interruption, self.ending = folder, journal, interruption, ending
         self._resume()
         while self.progress.epoch < self.config.epochs:
             self._epoch()
@@ -185,18 +169,64 @@ class _Trainer:
             self.accelerator.process_index,
             self.accelerator.num_processes,
         )
-        for batch in batches.starting_at(progress.step, config.workers):
-            stop = self._step(batch)
-            self.journal.advance(self._global_step)
-            if stop:
-                self._stop()
-            if self._checkpoint_is_due():
-                self._save()
+        while progress.step < self.steps:
+            stop = self._take_turn()
+            if self.apart is not None and self.turns.turn == "patched":
+                self._phase(self.apart, stop)
+                continue
+            for batch in batches.starting_at(progress.step, config.workers, stop):
+                with self.turns.serving(lambda: batches.numbers(progress.step)):
+                    asked = self._step(batch)
+                self.journal.advance(self._global_step)
+                if asked:
+                    self._stop()
+                if self._checkpoint_is_due():
+                    self._save()
         last = progress.epoch + 1 == config.epochs
         if last or (progress.epoch + 1) % config.report_epochs == 0:
             self._report()
         else:
             progress.epoch, progress.step = progress.epoch + 1, 0
+
+    def _take_turn(self) -> int:
+        """Begin the turn of this step, if it is another one; where its steps in this epoch end."""
+        config = self.config
+        turn = turn_of(config, self._global_step, self.steps)
+        if turn is None:
+            return self.steps
+        length = turn_length(config, self.steps)
+        if turn != self.turns.turn:
+            self.turns.begin(turn, keep=self.apart is None, epochs=length / self.steps)
+            kept = ""
+            if turn == "patched" and self.apart is None:
+                kept = f"; prefix not kept: {self.turns.why_not}" if self.turns.why_not else "; prefix kept"
+            self.journal.log(f"turn of the {turn} parameters{kept}")
+            if self.accelerator.num_processes > 1:  # DDP exchanges the gradients of those that learn when it is made
+                self.wrapped = None
+                self.accelerator.free_memory()
+                self.wrapped = self.accelerator.prepare_model(self.loss)
+        return min(self.steps, (self._global_step // length + 1) * length - self.progress.epoch * self.steps)
+
+    def _phase(self, apart: ComponentsApart, stop: int) -> None:
+        """Steps in which components learn apart, to step `stop` of the epoch."""
+        progress, began, steps = self.progress, time.perf_counter(), stop - self.progress.step
+        phase = Phase(self._global_step, self._global_step + steps)
+        learned = apart.train_(phase, self.ending, lambda: self.interruption.requested, self.journal.log)
+        if learned is None:
+            self._stop()
+        assert learned is not None
+        nll = sum(one.nll for one in learned)
+        with torch.no_grad():  # at the end of the phase: within it, components differ in how far they have come
+            kl = steps * float(self.loss.kl()) if self.loss.with_kl else 0.0
+        self._check_finite(nll, kl)
+        progress.nll, progress.kl = progress.nll + nll, progress.kl + kl
+        progress.steps, progress.step = progress.steps + steps, progress.step + steps
+        progress.seconds += time.perf_counter() - began
+        self.journal.advance(self._global_step)
+        if self._agreed(torch.zeros(1, device=self.accelerator.device))[1]:
+            self._stop()
+        if self._checkpoint_is_due():
+            self._save()
 
     def _step(self, batch: Batch) -> bool:
         """One step of the optimizer; whether some process was asked to stop."""
@@ -209,6 +239,7 @@ class _Trainer:
             group["lr"] = factor * group["initial_lr"]
         if config.jitter_warmup:
             grow_spread_(self.spreading, config.jitter_warmup, self._global_step, self.steps)
+        self._remember()
         self.optimizer.zero_grad()
         loss, nll, kl = self.wrapped(inputs.to(device), targets.to(device), share)
         self.accelerator.backward(loss)
@@ -216,19 +247,42 @@ class _Trainer:
             self._scale_to_members()
         if config.sharing:
             share_gradients_(self.network, config.sharing)
-        if config.alternate:
-            hold_still_(self.bare_optimizer, config.alternate, self._global_step, self.steps)
-        self.optimizer.step()
         values, stop = self._agreed(torch.stack([share * nll, kl.to(nll)]))
-        if not all(map(math.isfinite, values)):
-            raise PatchbayesError(
-                f"the loss is not finite in epoch {progress.epoch + 1}, step {progress.step + 1} (NLL {values[0]}, KL "
-                f"{values[1]}).\n  do       train in another folder with a smaller lr, or a warm-up, or look at the data."
-            )
+        self._check_finite(*values)
+        self.optimizer.step()  # after all that needs the other processes: a step is whole or was not made
+        self._before_step = {}
         progress.nll, progress.kl = progress.nll + values[0], progress.kl + values[1]
         progress.steps, progress.step = progress.steps + 1, progress.step + 1
         progress.seconds += time.perf_counter() - began
         return stop
+
+    def _check_finite(self, nll: float, kl: float) -> None:
+        if not (math.isfinite(nll) and math.isfinite(kl)):
+            raise PatchbayesError(
+                f"the loss is not finite {self.where()} (NLL {nll}, KL {kl}).\n"
+                "  do       train in another folder with a smaller lr, or a warm-up, or look at the data."
+            )
+
+    def where(self) -> str:
+        return f"in epoch {self.progress.epoch + 1}, step {self.progress.step + 1}"
+
+    def _remember(self) -> None:
+        """What a forward pass changes, to undo a step that another process's end leaves half done."""
+        if self.accelerator.num_processes > 1:
+            parameters = {name for name, _ in self.loss.named_parameters()}
+            state = self.loss.state_dict()
+            self._before_step = {name: value.clone() for name, value in state.items() if name not in parameters}
+
+    def rescue(self) -> bool:
+        """Save the state after the last whole step, unless the folder has it; whether it was saved."""
+        path = self.folder.path / "last.safetensors"
+        if path.exists():
+            saved = read_state(path)[1]["progress"]
+            if (saved["epoch"], saved["step"]) >= (self.progress.epoch, self.progress.step):
+                return False
+        self.loss.load_state_dict(self.loss.state_dict() | self._before_step)
+        save_state(path, self.loss, self.bare_optimizer, self.progress)
+        return True
 
     def _scale_to_members(self) -> None:
         """The loss is a mean over the members of an ensemble: times their number, each learns as a network alone."""
@@ -249,7 +303,7 @@ class _Trainer:
     def _report(self) -> None:
         """A row of metrics for the epochs since the last one, and a checkpoint."""
         scores: dict[str, float] | None = {}
-        if self.accelerator.is_main_process and self.dataset.held_out is not None:
+        if self.dataset.held_out is not None:
             size = max(1, self.config.batch_size // self.accelerator.num_processes)
             scores = held_out_scores(
                 self.network,
