@@ -145,6 +145,7 @@ class Calibration:
             result.temperature, mean_temperature=mean_temperature, draw_temperature=result.draw_temperature
         )
         self.network.likelihood = likelihood
+        self.network.calibration = self._measured(before, scaled, result.scores)
         return CalibrationReport(
             chosen=result.kind,
             spread=self._spread(sites),
@@ -166,6 +167,13 @@ class Calibration:
             views=None if self.views is None else repr(self.views),
             interrupted=result.interrupted or (found is not None and found.interrupted),
         )
+
+    def _measured(self, before: Scores, scaled: Scores, after: Scores) -> dict[str, float]:
+        """What the network and its files keep of the scores."""
+        found = {"held_out": len(self.held_out), "draws": self.draws}
+        rows = {"before": before, "scaled": scaled, "after": after}
+        cells = {f"{row}_{name}": value for row, scores in rows.items() for name, value in vars(scores).items()}
+        return found | {name: value for name, value in cells.items() if value is not None}
 
     def _judged(self, kind: Literal["learned", "start"], found: Learned) -> "Result":
         """The network with a spread, scored: the learned one, which is written into it, or the one that it has."""

@@ -128,6 +128,7 @@ class PatchedNetwork:
         self.generator = torch.tensor([seed, 0], dtype=torch.int64)
         self.prior = prior
         self.likelihood = likelihood
+        self.calibration: dict[str, float] | None = None  # what was measured on held-out data when it was calibrated
         self.eval: Eval = "mean"
         self.compiling = MEAN  # the draw of compiled code, which knows no frames
         self.held: NetworkDraw | None = None  # the draw that a block holds, for compiled code alone

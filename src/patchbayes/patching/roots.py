@@ -38,7 +38,24 @@ def root_class(cls: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return with_draw(self, cls.forward, args, kwargs)
 
-    return derived_class(cls, ("root",), lambda: {"forward": forward})
+    def namespace() -> dict[str, Any]:
+        extended = {name: make(cls) for name, make in _extended.items() if callable(getattr(cls, name, None))}
+        return {"forward": forward, **extended}
+
+    return derived_class(cls, ("root",), namespace)
+
+
+_extended: dict[str, Callable[[type[nn.Module]], Callable[..., Any]]] = {}
+
+
+def extend_roots(name: str) -> Callable[[Callable[[type[nn.Module]], Callable[..., Any]]], Any]:
+    """Let roots whose own class has a method of this name have another one instead, made from the class."""
+
+    def registered(make: Callable[[type[nn.Module]], Callable[..., Any]]) -> Any:
+        _extended[name] = make
+        return make
+
+    return registered
 
 
 _derived: dict[Any, type[nn.Module]] = {}

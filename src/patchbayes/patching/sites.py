@@ -255,6 +255,8 @@ def _load_ordinary(module: nn.Module, state_dict: dict[str, Any], prefix: str, *
         state_dict.update({prefix + k: v for k, v in posterior.upgrade({n: v for n, (_, v) in old.items()}).items()})
         return
     if any(key.startswith(f"{prefix}{CHILD}.") for key in state_dict):
+        for name in set(posterior.names) - set(posterior.kept):
+            state_dict.pop(prefix + name, None)  # a folder of save_pretrained names the mean beside the components
         return
     shapes = {name: mean.shape for name, mean in posterior.mean().items()}
     found = {n: state_dict[prefix + n] for n in posterior.names if prefix + n in state_dict}
