@@ -23,7 +23,7 @@ from ..patching.selection import call, evaluating
 from ..prediction import predict_batches
 from ..prior import Prior
 from ..views import Views, as_views
-from .held_out import HeldOut, Select, to_device
+from .held_out import HeldOut, Select, select_for, to_device
 from .report import CalibrationReport, Scores
 from .score import Average, best_temperature, check_scored, scores
 from .spread import Learned, SpreadSearch, relative_spread, rigid_sites, scalable_sites
@@ -84,7 +84,7 @@ def calibrate_(
     if spread not in ("learn", "keep"):
         raise PatchbayesError(f'calibrate_(spread={spread!r}): expected "learn" or "keep".')
     generator = torch.Generator().manual_seed(seed)
-    chosen = HeldOut.read(held_out, examples, BATCH, generator, select)
+    chosen = HeldOut.read(held_out, examples, BATCH, generator, select or select_for(model))
     with with_record(model) as (root, network), restored_on_error(network), shown(progress) as tell:
         likelihood = checked_likelihood(likelihood or network.likelihood)
         return Calibration(root, network, chosen, likelihood, draws, budget, output or as_tensor, tell, views).run(

@@ -202,7 +202,7 @@ def _load_state(model: nn.Module, file: PatchFile) -> None:
     with untouched_on_error(model):
         if described is not None:
             _patch_as(model, described["sites"], beside)
-        root, network = root_of(model)
+        root, _ = root_of(model)
         tensors, state, aliases = file.tensors(), root.state_dict(), alias_names(root)
         ordinary = ordinary_shapes(root).keys() - state.keys()
         tensors = {key: value for key, value in tensors.items() if key not in ordinary and key not in aliases}

@@ -239,7 +239,8 @@ def _read_with(reader: Callable[..., Any], folder: Path, options: dict[str, Any]
     if first == "model":  # PEFT: the base, then the adapter's folder
         if "model" not in options:
             raise PatchbayesError(
-                "from_pretrained: an adapter needs the network it was trained on: from_pretrained(PeftModel, folder, model=base)."
+                "from_pretrained: an adapter needs the network it was trained on.\n"
+                "  do       from_pretrained(PeftModel, folder, model=base)."
             )
         if not (folder / "adapter_model.safetensors").is_file():
             raise CheckpointMismatch(f"from_pretrained: {folder} holds no adapter_model.safetensors.")

@@ -2,7 +2,6 @@
 
 import functools
 import math
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypedDict, Unpack
 
@@ -23,6 +22,7 @@ from .loop import at_rest, mean_pass, same_random_state, undisturbed
 from .mc_dropout import dropout_passes
 from .plan import Plan
 from .prediction import Prediction
+from .targets import without_targets
 from .viewing import Viewing
 
 Sampling = Literal["balanced", "stratified", "orthogonal", "iid"]
@@ -55,7 +55,7 @@ def predict(
 
     inputs      a tensor (one batch), a tuple (several arguments) or mapping (keywords) of tensors, or any iterable of batches
                 such as a DataLoader; of a batch that is a tuple or list the first element is the input, the rest (labels)
-                is left, unless `select` says otherwise. Batches go to the network's device.
+                is left, unless `select` says otherwise, and so are labels in a mapping. Batches go to the network's device.
     draws       a number S of draws, or `Draws`; the same draws serve all inputs. Where S or fewer distinct networks exist
                 all are taken, with their probabilities: no Monte-Carlo error. "exact" demands that. "auto" draws until the
                 Monte-Carlo error is below `tolerance`, for each input, at most 400 times. "mean" is one pass of the mean
@@ -133,12 +133,12 @@ def predict_batches(
     """
     model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     network = network_of(model) if is_patched(model) else None
-    _check(draws, network, options)
+    check_options(draws, network, options)
     predicting = Predicting(model, network, draws, options, num_batches=_length(inputs))
     first = 0
     for batch in progress(batches(inputs, options.get("select")), inputs):
         with torch.inference_mode():
-            batch = on_device(batch, predicting.device)
+            batch = on_device(without_targets(model, batch), predicting.device)
             size = batch_size(batch)
             prediction = predicting.batch(batch, torch.arange(first, first + size))
         first += size
@@ -220,83 +220,7 @@ class Predicting:
             return average(outputs, None, self.likelihood, self.keep, plan, mean=self.network is not None)
 
 
-class Predictor(nn.Module):
-    """A module that answers with the posterior predictive, for pipelines that call a model and expect an answer.
-
-    Its output is the averaged log-probabilities (B, C), or for `Gaussian` the pair mean (B, D), variance (B, D). The draws
-    are made once: the same input always gives the same answer. The weights of the draws are made at the first call and
-    kept, within `memory_limit`, until a parameter changes (as optimizers and `load_state_dict` change it; after writing to
-    `.data`, call `refresh_`). Several threads may call it. No gradients. Arguments as in `predict`.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        draws: int | Draws | Literal["exact"] = 20,
-        likelihood: Likelihood | None = None,
-        *,
-        sampling: Sampling = "balanced",
-        engine: Mode = "graph",
-        memory_limit: int | None = None,
-        generator: torch.Generator | None = None,
-        select: Callable[[Any], Any] | None = None,
-        output: Callable[[Any], Tensor] | None = None,
-        views: Views | Callable[[Any, torch.Generator], Any] | None = None,
-    ) -> None:
-        super().__init__()
-        self.model = model
-        self.draws = make_draws(model, network_of(model), draws, sampling, generator)
-        self.likelihood = checked_likelihood(likelihood or network_of(model).likelihood)
-        self.engine, self.memory_limit, self.select, self.output = engine, memory_limit, select, output
-        self.views = views
-        self._kept = _Kept()
-        _check(self.draws, network_of(model), Options(engine=engine))
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, Tensor]:
-        inputs = kwargs or (args if len(args) != 1 else args[0])
-        if args and kwargs:
-            raise PatchbayesError("Predictor: expected all inputs by position or all by keyword, got both.")
-        predicting = self._predicting()
-        (batch,) = batches(inputs if is_batch(inputs) else (inputs,), self.select)
-        with torch.inference_mode():
-            batch = on_device(batch, predicting.device)
-            prediction = predicting.batch(batch, torch.arange(batch_size(batch)))
-        return prediction.usable().answer
-
-    def refresh_(self) -> None:
-        """Forget the weights that were made for the draws."""
-        self._kept = _Kept()
-
-    def _predicting(self) -> "Predicting":
-        network, kept = network_of(self.model), self._kept
-        state = tuple((id(p), p._version, p.data_ptr()) for s in network.sites for p in s.parameters().values())
-        with kept.lock:
-            if kept.predicting is None or kept.state != state:
-                options = Options(
-                    likelihood=self.likelihood,
-                    engine=self.engine,
-                    memory_limit=self.memory_limit,
-                    output=self.output,
-                    views=self.views,
-                )
-                kept.predicting = Predicting(self.model, network, self.draws, options, num_batches=1)
-                kept.state = state
-            return kept.predicting
-
-
-class _Kept:
-    """What a `Predictor` keeps from call to call. A copy starts without."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.state: Any = None
-        self.predicting: Predicting | None = None
-
-    def __reduce__(self) -> Any:
-        return _Kept, ()
-
-
-def _check(draws: Number, network: PatchedNetwork | None, options: Options) -> None:
+def check_options(draws: Number, network: PatchedNetwork | None, options: Options) -> None:
     engine, tolerance = options.get("engine", "auto"), options.get("tolerance")
     if engine not in ("auto", "loop", "graph"):
         raise PatchbayesError(f'predict(engine={engine!r}): expected "auto", "loop" or "graph".')
