@@ -7,7 +7,7 @@ import threading
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -90,8 +90,10 @@ class Site:
         return self.values_of(self.draw_of(draw))
 
     def values_of(self, d: SiteDraw | None) -> dict[str, Tensor]:
-        """The values of all random parameters under a draw of the site; None: their means."""
-        return self.posterior.mean() if d is None else self.posterior.realize(d)
+        """The values of all random parameters under a draw of the site; None: their means. In the layout of the layer's own."""
+        values = self.posterior.mean() if d is None else self.posterior.realize(d)
+        laid_out = {n: values[n].contiguous(memory_format=form) for n, form in self.layouts.items() if n in values}
+        return values | laid_out if laid_out else values
 
     def realize(self, draws: Draws) -> dict[str, Tensor]:
         """The values of all random parameters under S draws of the network, (S, *shape) each."""
@@ -243,6 +245,9 @@ def network_of(model: nn.Module) -> PatchedNetwork:
     network = record_of(model)
     assert isinstance(network, PatchedNetwork)
     present = {id(module) for module in model.modules()}
+    for name, module in model.named_modules():
+        if SITE in module.__dict__ and module.__dict__[SITE].network is not network:
+            raise_copied(module.__dict__[SITE].name, name)
     gone = [site for site in network.sites if id(site.module) not in present]
     if gone and not torch.compiler.is_dynamo_compiling():
         network.sites = [site for site in network.sites if site not in gone]
@@ -254,6 +259,16 @@ def network_of(model: nn.Module) -> PatchedNetwork:
             stacklevel=3,
         )
     return network
+
+
+def raise_copied(site: str, name: str = "") -> NoReturn:
+    """A copy of a single patched layer belongs to no network: no draw reaches it, and nothing would train it."""
+    raise PatchbayesError(
+        f'A copy of the patched layer "{site}" is in the network'
+        + (f' as "{name}"' if name else "")
+        + ", where no draw reaches it (PEFT copies the layers of modules_to_save).\n"
+        "  do       make the adapters first (get_peft_model), then patch_(model, ...) the result."
+    )
 
 
 def own_network(model: nn.Module) -> PatchedNetwork | None:

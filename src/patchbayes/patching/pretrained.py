@@ -6,6 +6,7 @@ patch_config.json    how the network was patched, to be read by people
 README.md            a card: sites, how to load it, what was measured when it was calibrated
 """
 
+import copy
 import functools
 import inspect
 import json
@@ -125,10 +126,14 @@ def _loading_adapter(cls: type[nn.Module]) -> Callable[..., Any]:
 
     @functools.wraps(own)
     def load_adapter(self: nn.Module, model_id: Any, adapter_name: Any = None, *args: Any, **options: Any) -> Any:
-        again = adapter_name in getattr(self, "peft_config", {})
-        result = own(self, model_id, adapter_name, *args, **options)
-        if again and isinstance(model_id, str | Path) and (Path(model_id) / PATCH_FILE).is_file():
-            load_(self, model_id)  # the adapter's file holds the mean alone
+        if own_network(self) is None or adapter_name not in getattr(self, "peft_config", {}):
+            return own(self, model_id, adapter_name, *args, **options)
+        plain = _mean_copy(self)
+        result = own(plain, model_id, adapter_name, *args, **options)  # what is not patched, both have
+        if (Path(model_id) / PATCH_FILE).is_file():
+            load_(self, model_id)
+        else:
+            self.load_state_dict(plain.state_dict(), strict=False)  # starts the posteriors anew
         return result
 
     return load_adapter
@@ -149,14 +154,24 @@ def _merging(cls: type[nn.Module]) -> Callable[..., Any]:
 
 def _save_with(own: Callable[..., Any], root: nn.Module, folder: Path, options: Mapping[str, Any]) -> Any:
     """The network's own way to write itself, given the ordinary weights; then the patch, by the main process alone."""
-    given = options.get("state_dict")
-    state = ordinary_state(root)
-    if not hasattr(root, "peft_config"):  # PEFT would take posteriors for adapters
-        state |= _patch_state(root) if given is None else {k: v for k, v in given.items() if is_patch_key(k)}
-    result = own(root, str(folder), **{**options, "state_dict": state})
+    if hasattr(root, "peft_config"):  # PEFT asks its parts for their names, and would take posteriors for adapters
+        result = own(_mean_copy(root), str(folder), **{**options, "state_dict": None})
+    else:
+        given = options.get("state_dict")
+        patches = _patch_state(root) if given is None else {k: v for k, v in given.items() if is_patch_key(k)}
+        result = own(root, str(folder), **{**options, "state_dict": ordinary_state(root) | patches})
     if options.get("is_main_process", True):
         _write_patch(root, folder)
     return result
+
+
+def _mean_copy(root: nn.Module) -> nn.Module:
+    """The mean network as an ordinary one; all that is not patched is the same tensors."""
+    patched = {id(p) for site in root_of(root)[1].sites for p in site.parameters().values()}
+    shared = {id(p): p for p in root.parameters() if id(p) not in patched}
+    plain = copy.deepcopy(root, shared)
+    unpatch_(plain, keep="mean")
+    return plain
 
 
 def _write_patch(root: nn.Module, folder: Path) -> None:

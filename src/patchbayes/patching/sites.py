@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from ..draws.draws import RECORD
 from ..errors import PatchbayesError
 from ..posteriors.posterior import CHILD, Posterior
-from .frames import MEAN, Frame, frame_of, in_backward, pushed, raise_unknown_draw
-from .network import SITE, Site
+from .frames import MEAN, Frame, frame_of, in_backward, pushed, raise_unknown_draw, running_networks
+from .network import SITE, Site, raise_copied
 from .roots import derived_class, original_class, root_class
 
 _TIED = "_patchbayes_tied"
@@ -214,6 +214,9 @@ def _draw_outside(site: Site, module: nn.Module) -> Any:
         if draw is None:
             raise_unknown_draw(f'the site "{site.name}"')
         return draw
+    for other in running_networks():
+        if any(own.name == site.name and own.method == site.method for own in other.sites):
+            raise_copied(site.name)
     if not module.training and network.eval == "mean":
         return MEAN
     raise PatchbayesError(
