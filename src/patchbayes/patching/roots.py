@@ -17,6 +17,7 @@ from ..draws.layout import NetworkDraw
 from ..errors import PatchbayesError
 from .frames import MEAN, Frame, frame_of, in_backward, pushed, raise_unknown_draw, set_last_draw
 from .network import PatchedNetwork
+from .offloading import rebind_forward_
 
 GENERATOR_KEY = "patchbayes_generator"
 
@@ -24,6 +25,7 @@ GENERATOR_KEY = "patchbayes_generator"
 def install_root_(root: nn.Module, network: PatchedNetwork) -> None:
     """Make `root` draw before every forward, and carry its generator in its state dict."""
     root.__class__ = root_class(type(root))
+    rebind_forward_(root)
     root.__dict__[RECORD] = network
     root.__dict__["_patchbayes_handles"] = [
         root.register_state_dict_post_hook(_save_generator),
@@ -84,6 +86,7 @@ def remove_root_(root: nn.Module) -> None:
         handle.remove()
     del root.__dict__[RECORD]
     root.__class__ = original_class(root)
+    rebind_forward_(root)
 
 
 def with_draw(root: nn.Module, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -361,6 +361,8 @@ def _refused(model: nn.Module, network: PatchedNetwork) -> str | None:
     for name, module in model.named_modules():
         if module._compiled_call_impl is not None or is_compiled(module):
             return f'"{name}" is compiled' if name else "the network is compiled"
+        if "_hf_hook" in module.__dict__:
+            return f'accelerate brings in the weights of "{name}" when it runs'
         hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
         if any(not str(getattr(hook, "__module__", "")).startswith("patchbayes.") for hook in hooks):
             return f'"{name}" has forward hooks'
