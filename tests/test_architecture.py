@@ -22,6 +22,7 @@ LAYERS = [
     {"nets", "counting", "provenance", "data"},
     {"runs"},
     {"bayesianizing", "report", "training", "evaluation"},
+    {"integrations"},
     {"cli"},
     {"__main__"},
 ]

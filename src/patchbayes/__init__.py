@@ -13,6 +13,7 @@ from .patching.checkpoint import load_, save
 from .patching.contract import check_patchable
 from .patching.drawing import forward_draws, set_eval_, use_draw
 from .patching.patch import is_patched, patch_, patched_sites, unpatch_
+from .patching.pretrained import from_pretrained, merge_, save_pretrained
 from .posteriors import ECMP, EMP, DropConnect, Dropout, Ensemble, MeanField, mixed
 from .prediction import Predictor, predict
 from .prior import Prior
@@ -35,9 +36,11 @@ __all__ = [
     "check_patchable",
     "export",
     "forward_draws",
+    "from_pretrained",
     "is_patched",
     "kl",
     "load_",
+    "merge_",
     "mixed",
     "negative_elbo",
     "no_decay_names",
@@ -45,6 +48,7 @@ __all__ = [
     "patched_sites",
     "predict",
     "save",
+    "save_pretrained",
     "set_eval_",
     "unpatch_",
     "use_draw",

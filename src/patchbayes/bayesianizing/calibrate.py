@@ -24,7 +24,7 @@ from ..prediction import predict_batches
 from ..prediction.batches import as_tensor
 from ..prior import Prior
 from ..views import Views, as_views
-from .held_out import HeldOut, Select, to_device
+from .held_out import HeldOut, Select, select_for, to_device
 from .report import CalibrationReport, Scores
 from .score import Average, best_temperature, check_scored, scores
 from .spread import Learned, SpreadSearch, Tried, relative_spread, rigid_sites, scalable_sites
@@ -88,7 +88,7 @@ def calibrate_(
     if spread not in ("learn", "keep"):
         raise PatchbayesError(f'calibrate_(spread={spread!r}): expected "learn" or "keep".')
     generator = torch.Generator().manual_seed(seed)
-    chosen = HeldOut.read(held_out, examples, BATCH, generator, select)
+    chosen = HeldOut.read(held_out, examples, BATCH, generator, select or select_for(model))
     with with_record(model) as (root, network), restored_on_error(network), shown(progress) as tell:
         likelihood = checked_likelihood(likelihood or network.likelihood)
         return Calibration(root, network, chosen, likelihood, draws, budget, output or as_tensor, tell, views).run(
@@ -172,6 +172,7 @@ class Calibration:
             result.temperature, mean_temperature=mean_temperature, draw_temperature=result.draw_temperature
         )
         self.network.likelihood = likelihood
+        self.network.calibration = self._measured(before, scaled, result.scores)
         return CalibrationReport(
             chosen=result.kind,
             spread=self._spread(sites),
@@ -197,6 +198,13 @@ class Calibration:
     def _tried(self, found: Learned | None) -> list[Tried]:
         own = found.tried if found else []
         return [one for one in self.looked if one.layers != self.layers] + own
+
+    def _measured(self, before: Scores, scaled: Scores, after: Scores) -> dict[str, float]:
+        """What the network and its files keep of the scores."""
+        found = {"held_out": len(self.held_out), "draws": self.draws}
+        rows = {"before": before, "scaled": scaled, "after": after}
+        cells = {f"{row}_{name}": value for row, scores in rows.items() for name, value in vars(scores).items()}
+        return found | {name: value for name, value in cells.items() if value is not None}
 
     def _judged(self, kind: Literal["learned", "start"], found: Learned) -> "Result":
         """The network with a spread, scored: the learned one, which is written into it, or the one that it has."""

@@ -4,13 +4,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..errors import PatchbayesError
-
-#: Where a batch that is a mapping holds its targets.
-TARGET_KEYS = ("labels", "label", "targets", "target", "y")
+from ..prediction.targets import TARGET_KEYS, predicts_next_token, targets_of_outputs
 
 Select = Callable[[Any], tuple[Any, Tensor]]
 
@@ -93,6 +91,16 @@ class HeldOut:
                 f"held_out: all {len(found)} labels are {found[0].item():g}: expected examples of several classes, drawn as "
                 "those that the network will meet."
             )
+
+
+def select_for(model: nn.Module) -> Select | None:
+    """How a batch is read for a causal language model, where the output at a position is about the next label."""
+
+    def shifted(batch: Any) -> tuple[Any, Tensor]:
+        inputs, labels = pair_of(batch)
+        return inputs, targets_of_outputs(model, labels)
+
+    return shifted if predicts_next_token(model) else None
 
 
 def pair_of(batch: Any, select: Select | None = None) -> tuple[Any, Tensor]:

@@ -19,7 +19,7 @@ from ..posteriors.spread import Spread
 from ..prediction.batches import as_tensor
 from ..views import Views
 from .calibrate import BATCH, Calibration, check_numbers, shown
-from .held_out import HeldOut, Select, to_device
+from .held_out import HeldOut, Select, select_for, to_device
 from .layers import NORMS, candidate_layers
 from .report import BayesianizeReport
 from .spread import slope_
@@ -77,7 +77,7 @@ def bayesianize_(
     if predict_cost is not None and sites != "auto":
         raise PatchbayesError("bayesianize_: predict_cost chooses the sites; give one of the two.")
     generator = torch.Generator().manual_seed(seed)
-    chosen = HeldOut.read(held_out, examples, BATCH, generator, select)
+    chosen = HeldOut.read(held_out, examples, BATCH, generator, select or select_for(model))
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     example = to_device(chosen.batches[0][0], device)
     model_bytes = _bytes(model.parameters()) + _bytes(model.buffers())

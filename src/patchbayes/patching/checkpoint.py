@@ -1,35 +1,28 @@
 """Saving and loading: safetensors with a JSON description in the header. Nothing is pickled, nothing is half written."""
 
 import copy
-import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from ..digests import damaged, described, refuse_damaged, sealed
+from ..digests import damaged, refuse_damaged, sealed
 from ..errors import CheckpointMismatch, PatchbayesError
 from ..files import replacing
-from ..likelihoods import Categorical, Likelihood
-from ..likelihoods.likelihood import likelihood_from_config
-from ..posteriors.method import method_from_config
+from ..likelihoods import Categorical
 from ..posteriors.posterior import CHILD
 from ..prior import PRIOR_KEY, LearnedPrior, Prior, prior_from_config
-from .network import PatchedNetwork, root_of, site_of
+from .network import PatchedNetwork, root_of
+from .ordinary_state import alias_names, is_patch_key, ordinary_shapes, tied_names
 from .patch import is_patched, patch_, untouched_on_error
+from .patch_file import CONFIG_FILE, FORMAT, LIKELIHOOD_KEY, PATCH_FILE, PatchFile, Shapes, likelihood_of, method_of
 from .roots import GENERATOR_KEY, install_root_
 from .selection import layers_of
-
-FORMAT = "patchbayes-2"
-LIKELIHOOD_KEY = "patchbayes_likelihood"  # where a file keeps the likelihood's tensors
-READABLE = ("patchbayes-1", FORMAT)
-
-Shapes = dict[str, tuple[int, ...]]
+from .shared_tensors import fingerprints, other_tensors
 
 
 def save(model: nn.Module, path: str | Path, *, whole: bool = False) -> None:
@@ -41,22 +34,11 @@ def save(model: nn.Module, path: str | Path, *, whole: bool = False) -> None:
     """
     root, network = root_of(model)
     state = {key: value.detach() for key, value in root.state_dict().items()}
-    aliases = _aliases(root)
+    aliases = alias_names(root)
     mine = _patch_keys(network, state, aliases)
     shared = {key: value for key, value in state.items() if key not in mine and key not in aliases}
     kept = {k: v for k, v in (state if whole else {key: state[key] for key in mine}).items() if k not in aliases}
-    description: dict[str, Any] = {
-        "format": FORMAT,
-        "kind": "whole" if whole else "patch",
-        "network": type(root).__name__,
-        "sites": [
-            {"name": s.name, "module": type(s.module).__name__, "method": s.method.config(), "tied": sorted(s.tied)}
-            for s in network.sites
-        ],
-        "prior": network.prior.config(),
-        "likelihood": network.likelihood.config(),
-        "shared": {key: _digest(value) for key, value in shared.items()},
-    }
+    description = {**describe(model), "kind": "whole" if whole else "patch", **fingerprints(shared)}
     tensors = {key: value.cpu().contiguous() for key, value in kept.items()}
     if isinstance(network.prior, LearnedPrior):
         tensors |= {f"{PRIOR_KEY}.{k}": v.detach().cpu().clone() for k, v in network.prior.state_dict().items()}
@@ -65,18 +47,38 @@ def save(model: nn.Module, path: str | Path, *, whole: bool = False) -> None:
         safetensors.torch.save_file(tensors, temporary, metadata=sealed(description, tensors))
 
 
+def describe(model: nn.Module) -> dict[str, Any]:
+    """What patching made of a network, in words and numbers that JSON takes; no tensors."""
+    root, network = root_of(model)
+    return {
+        "format": FORMAT,
+        "kind": "patch",
+        "network": type(root).__name__,
+        "sites": [
+            {"name": s.name, "module": type(s.module).__name__, "method": s.method.config(), "tied": sorted(s.tied)}
+            for s in network.sites
+        ],
+        "prior": network.prior.config(),
+        "likelihood": network.likelihood.config(),
+        "calibration": network.calibration,
+    }
+
+
 def load_(model: nn.Module, path: str | Path, *, check_shared: bool = True) -> None:
     """Read a file into a network, in place.
 
-    A file of `save`: an ordinary network is patched as the file says; a patched one must have the same sites. A patch-only
-    file is refused where the shared weights are not those it was trained on, unless `check_shared=False`. An ordinary
-    safetensors checkpoint of the unpatched network: its values start every component anew. On any mismatch, and where a
-    tensor is not what its digest says, the network is left as it was, and the error lists what is wrong. A method that
-    the file names must be defined: nothing is imported for it.
+    A file of `save`, or a folder of `save_pretrained`: an ordinary network is patched as the file says; a patched one must
+    have the same sites. A patch-only file is refused where the shared weights are not those it was trained on (in whatever
+    precision they were loaded), unless `check_shared=False`. An ordinary safetensors checkpoint of the unpatched network:
+    its values start every component anew. A safetensors file of a patched network's state dict: the network must be patched
+    alike, or the folder's patch_config.json says how. On any mismatch, and where a tensor is not what its digest says, the
+    network is left as it was, and the error lists what is wrong. A method that the file names must be defined: nothing is
+    imported for it.
     """
-    file = _File(Path(path))
+    path = Path(path)
+    file = PatchFile(path / PATCH_FILE if path.is_dir() else path)
     if file.description is None:
-        _load_ordinary(model, file)
+        (_load_state if any(map(is_patch_key, file.shapes)) else load_ordinary_)(model, file)
         return
     wanted = file.description["sites"]
     fresh = not is_patched(model)
@@ -89,7 +91,7 @@ def load_(model: nn.Module, path: str | Path, *, check_shared: bool = True) -> N
         read = file.tensors()
         tensors = dict(read)
         prior_tensors = {k: tensors.pop(k) for k in list(tensors) if k.startswith(f"{PRIOR_KEY}.")}
-        likelihood = _likelihood(file, tensors)
+        likelihood = likelihood_of(file, tensors)
         tensors = _upgraded(network, tensors)
         problems = _compare_sites(network, wanted) or _compare_tensors(root, network, tensors, file, check_shared)
         problems = problems or damaged(file.description, read)
@@ -97,93 +99,12 @@ def load_(model: nn.Module, path: str | Path, *, check_shared: bool = True) -> N
             raise CheckpointMismatch(_listing(f"{path} does not fit {type(root).__name__}", problems))
         prior = prior_from_config(file.description["prior"], prior_tensors, root)
         root.load_state_dict(tensors, strict=False)
-        network.prior = prior
+        network.prior, network.calibration = prior, file.description.get("calibration")
         if likelihood is not None:
             network.likelihood = likelihood.to(network.device)
 
 
-class _File:
-    """A safetensors file: its shapes and its description are read at once, its tensors when they are asked for."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        if not path.is_file():
-            raise CheckpointMismatch(f"load_: there is no file {path}.")
-        try:
-            with safetensors.safe_open(path, "pt") as file:
-                self.metadata: dict[str, str] = file.metadata() or {}
-                self.shapes: Shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
-        except (safetensors.SafetensorError, OSError, ValueError) as error:
-            raise self._broken(error) from None
-        self.description = self._described() if "patchbayes" in self.metadata else None
-
-    def tensors(self) -> dict[str, Tensor]:
-        try:
-            with safetensors.safe_open(self.path, "pt") as file:
-                return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-        except (safetensors.SafetensorError, OSError, ValueError) as error:
-            raise self._broken(error) from None
-
-    def _broken(self, error: Exception) -> CheckpointMismatch:
-        return CheckpointMismatch(
-            f"load_: {self.path} is not a whole safetensors file ({error}); copy or save it again."
-        )
-
-    def _described(self) -> dict[str, Any]:
-        try:
-            description = described(self.metadata, f"load_: {self.path}")
-            if description["format"] not in READABLE:
-                raise CheckpointMismatch(
-                    f"load_: {self.path} has the format {description['format']!r}, this version reads "
-                    f"{' and '.join(READABLE)}; update patchbayes."
-                )
-            if description["kind"] not in ("patch", "whole") or not isinstance(description["shared"], dict):
-                raise ValueError("kind or shared")
-            names = [site["name"] for site in description["sites"]]
-            if len(set(names)) < len(names):
-                raise ValueError("sites")
-            for site in description["sites"]:
-                if not (isinstance(site["name"], str) and isinstance(site["tied"], list)):
-                    raise ValueError("sites")
-                _method(site, self.path)
-            self._check_prior(description["prior"])
-        except CheckpointMismatch:
-            raise
-        except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
-            raise CheckpointMismatch(f"load_: the description in {self.path} is damaged ({error!r}).") from None
-        return description
-
-    def _check_prior(self, config: dict[str, Any]) -> None:
-        if "learned_layers" not in config:
-            Prior(config["tau"], config["rho"])
-            return
-        more = ("alpha_tau", "alpha_rho") if config.get("kind") == "gamma" else ()
-        for name in ("log_tau", "log_rho", *more):
-            if self.shapes[f"{PRIOR_KEY}.{name}"] != (len(config["learned_layers"]),):
-                raise ValueError(f"prior {name}")
-
-
-def _method(site: dict[str, Any], path: Path) -> Any:
-    try:
-        return method_from_config(site["method"])
-    except PatchbayesError as error:
-        raise CheckpointMismatch(f'load_: {path}, site "{site["name"]}": {error}') from None
-
-
-def _likelihood(file: _File, tensors: dict[str, Tensor]) -> Likelihood | None:
-    """The likelihood of a file, which version 0.1.0 did not keep; its tensors are taken out."""
-    assert file.description is not None
-    own = {k.removeprefix(f"{LIKELIHOOD_KEY}."): k for k in tensors if k.startswith(f"{LIKELIHOOD_KEY}.")}
-    state = {name: tensors.pop(key) for name, key in own.items()}
-    if "likelihood" not in file.description:
-        return None
-    try:
-        return likelihood_from_config(file.description["likelihood"], state)
-    except (PatchbayesError, AttributeError, TypeError) as error:
-        raise CheckpointMismatch(f"load_: {file.path}: {error}") from None
-
-
-def _check_before_patching(model: nn.Module, file: _File) -> None:
+def _check_before_patching(model: nn.Module, file: PatchFile) -> None:
     """Compare shapes on stand-ins without memory: a small file must not make patching allocate what it does not hold."""
     assert file.description is not None
     modules = layers_of(model)
@@ -195,7 +116,7 @@ def _check_before_patching(model: nn.Module, file: _File) -> None:
     for site in wanted:
         prefix = f"{site['name']}." if site["name"] else ""
         found = {key: shape for key, shape in file.shapes.items() if key.startswith(prefix)}
-        for key, shape in _posterior_shapes(modules[site["name"]], _method(site, file.path)).items():
+        for key, shape in _posterior_shapes(modules[site["name"]], method_of(site, file.path)).items():
             full = prefix + key
             old = full.replace(f"{CHILD}.components.", "parametrizations.") + ".original"
             given = found.get(full, found.get(old))
@@ -240,12 +161,14 @@ def _size(shape: tuple[int, ...]) -> int:
     return torch.Size(shape).numel()
 
 
-def _load_ordinary(model: nn.Module, file: _File) -> None:
+def load_ordinary_(model: nn.Module, file: PatchFile) -> None:
+    """A checkpoint of the unpatched network; what a file holds of patches beside it is left."""
     target = root_of(model)[0] if is_patched(model) else model
-    expected = _ordinary_shapes(target)
+    expected = ordinary_shapes(target)
     tensors = file.tensors()
     refuse_damaged(file.metadata, tensors, f"load_: {file.path}")
-    tied = _tied_names(target)
+    tensors = {key: value for key, value in tensors.items() if not is_patch_key(key)}
+    tied = tied_names(target)
     for one, other in [*((first, alias) for alias, first in tied.items()), *tied.items()]:
         if one not in tensors and other in tensors:  # a file may hold tied weights under one of their names
             tensors[one] = tensors[other]
@@ -263,30 +186,37 @@ def _load_ordinary(model: nn.Module, file: _File) -> None:
     target.load_state_dict(tensors, strict=False)
 
 
-def _ordinary_shapes(root: nn.Module) -> Shapes:
-    """Keys and shapes of the unpatched network's state dict."""
-    shapes: Shapes = {}
-    inside = f".{CHILD}."
-    for key, value in root.state_dict().items():
-        if key != GENERATOR_KEY and inside not in f".{key}":
-            shapes[key] = tuple(value.shape)
-    for name, module in layers_of(root).items():
-        site = site_of(module)
-        for own in site.posterior.names if site else ():
-            shapes[f"{name}.{own}" if name else own] = site.shapes[own]  # type: ignore[union-attr]
-            for other, _, other_name in site.tied.get(own, []):  # type: ignore[union-attr]
-                shapes[f"{other}.{other_name}" if other else other_name] = site.shapes[own]  # type: ignore[union-attr]
-    return shapes
-
-
-def _tied_names(root: nn.Module) -> dict[str, str]:
-    """Ordinary names of tied parameters, with the first name of each."""
-    tied = _aliases(root)
-    for name, module in layers_of(root).items():
-        site = site_of(module)
-        for own, others in (site.tied if site else {}).items():
-            tied |= {f"{other}.{other_name}": f"{name}.{own}" for other, _, other_name in others}
-    return tied
+def _load_state(model: nn.Module, file: PatchFile) -> None:
+    """A state dict of a patched network, with or without the ordinary names beside those of the patches."""
+    beside = file.path.parent / CONFIG_FILE
+    fresh = not is_patched(model)
+    if fresh and not beside.is_file():
+        raise CheckpointMismatch(
+            f"load_: {file.path} is the state dict of a patched network and does not say how it was patched.\n"
+            f"  do       patch_ the network as that one was, or load_ a folder of save_pretrained (with {CONFIG_FILE})."
+        )
+    described = file.described_by(beside) if fresh else None
+    if described is not None:
+        file.description = described
+        _check_before_patching(model, file)
+    with untouched_on_error(model):
+        if described is not None:
+            _patch_as(model, described["sites"], beside)
+        root, _ = root_of(model)
+        tensors, state, aliases = file.tensors(), root.state_dict(), alias_names(root)
+        ordinary = ordinary_shapes(root).keys() - state.keys()
+        tensors = {key: value for key, value in tensors.items() if key not in ordinary and key not in aliases}
+        expected = {key for key in state if key not in aliases and key != GENERATOR_KEY}
+        problems = [f"missing in the file: {key}" for key in sorted(expected - tensors.keys())]
+        problems += [f"not in the network: {key}" for key in sorted(tensors.keys() - expected - {GENERATOR_KEY})]
+        problems += [
+            f"{key}: {tuple(tensors[key].shape)} in the file, {tuple(state[key].shape)} in the network"
+            for key in sorted(expected & tensors.keys())
+            if tensors[key].shape != state[key].shape
+        ]
+        if problems:
+            raise CheckpointMismatch(_listing(f"{file.path} does not fit {type(root).__name__}", problems))
+        root.load_state_dict(tensors, strict=False)
 
 
 def _patch_as(model: nn.Module, wanted: list[dict[str, Any]], path: Path) -> None:
@@ -294,7 +224,7 @@ def _patch_as(model: nn.Module, wanted: list[dict[str, Any]], path: Path) -> Non
         install_root_(model, PatchedNetwork(0, Prior(), Categorical()))
         return
     tied: Literal["together", "separate"] = "together" if any(site["tied"] for site in wanted) else "separate"
-    rules = {_named(site["name"]): _method(site, path) for site in wanted}
+    rules = {_named(site["name"]): method_of(site, path) for site in wanted}
     try:
         patch_(model, rules, tied=tied)
     except PatchbayesError as error:
@@ -336,12 +266,12 @@ def _compare_tensors(
     root: nn.Module,
     network: PatchedNetwork,
     tensors: Mapping[str, Tensor],
-    file: _File,
+    file: PatchFile,
     check_shared: bool,
 ) -> list[str]:
     assert file.description is not None
     state = root.state_dict()
-    aliases = _aliases(root)
+    aliases = alias_names(root)
     mine = _patch_keys(network, state, aliases)
     whole = file.description["kind"] == "whole"
     expected = {key for key in (state if whole else mine) if key not in aliases}
@@ -355,14 +285,11 @@ def _compare_tensors(
     problems += [
         f"{key}: {tensors[key].dtype} in the file, {state[key].dtype} in the network"
         for key in sorted(expected & tensors.keys())
-        if tensors[key].dtype != state[key].dtype
+        if tensors[key].is_floating_point() != state[key].is_floating_point()
     ]
     if not whole and check_shared and not problems:
-        digests = file.description["shared"]
         shared = {key: value for key, value in state.items() if key not in mine and key not in aliases}
-        for key in sorted(shared.keys() | digests.keys()):
-            if key not in shared or digests.get(key) != _digest(shared[key]):
-                problems.append(f"shared tensor {key} is not the one that the patch was trained on")
+        problems += other_tensors(shared, file.description)
     return problems
 
 
@@ -374,24 +301,6 @@ def _patch_keys(network: PatchedNetwork, state: Mapping[str, Tensor], aliases: M
         own = {*site.posterior.names, *site.module._parameters, *site.module._buffers}
         keys |= {prefix + name for name in own} | {f"{prefix}{CHILD}.{key}" for key in site.posterior.state_dict()}
     return {aliases.get(key, key) for key in keys if key in state}
-
-
-def _aliases(root: nn.Module) -> dict[str, str]:
-    """Keys that name a parameter or buffer again (tied weights), with the first name."""
-    first: dict[int, str] = {}
-    aliases = {}
-    named = [*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)]
-    for key, tensor in named:
-        if id(tensor) in first:
-            aliases[key] = first[id(tensor)]
-        first.setdefault(id(tensor), key)
-    return aliases
-
-
-def _digest(tensor: Tensor) -> str:
-    content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    header = f"{tensor.dtype}{tuple(tensor.shape)}".encode()
-    return hashlib.sha256(header + content.tobytes()).hexdigest()[:16]
 
 
 def _listing(what: str, problems: list[str]) -> str:

@@ -66,6 +66,11 @@ def frame_of(network: Any) -> Frame | None:
     return None
 
 
+def running_networks() -> list[Any]:
+    """The networks whose forward is running in this thread, the innermost last."""
+    return [frame.network for frame in _stack.frames if frame.running]
+
+
 def last_draw(network: Any) -> NetworkDraw:
     """The newest draw that a forward pass of this thread made or was given."""
     return _stack.last.get(network, MEAN)

@@ -7,7 +7,7 @@ import threading
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from ..posteriors.method import Method
 from ..posteriors.posterior import CHILD, Posterior, SiteDraw
 from ..prior import LearnedPrior, Prior
 from .frames import MEAN, frame_of, in_backward
+from .offloading import brought_in, execution_device, is_offloaded
 
 SITE = "_patchbayes_site"
 
@@ -90,8 +91,13 @@ class Site:
         return self.values_of(self.draw_of(draw))
 
     def values_of(self, d: SiteDraw | None) -> dict[str, Tensor]:
-        """The values of all random parameters under a draw of the site; None: their means."""
-        return self.posterior.mean() if d is None else self.posterior.realize(d)
+        """The values of all random parameters under a draw of the site; None: their means. In the layout of the layer's own."""
+        if not torch.compiler.is_dynamo_compiling() and is_offloaded(self.posterior):
+            with brought_in(self.posterior):
+                return self.values_of(d)
+        values = self.posterior.mean() if d is None else self.posterior.realize(d)
+        laid_out = {n: values[n].contiguous(memory_format=form) for n, form in self.layouts.items() if n in values}
+        return values | laid_out if laid_out else values
 
     def realize(self, draws: Draws) -> dict[str, Tensor]:
         """The values of all random parameters under S draws of the network, (S, *shape) each."""
@@ -128,6 +134,7 @@ class PatchedNetwork:
         self.generator = torch.tensor([seed, 0], dtype=torch.int64)
         self.prior = prior
         self.likelihood = likelihood
+        self.calibration: dict[str, float] | None = None  # what was measured on held-out data when it was calibrated
         self.eval: Eval = "mean"
         self.same_draws = False  # whether all processes of a distributed training draw alike
         self.compiling = MEAN  # the draw of compiled code, which knows no frames
@@ -213,7 +220,7 @@ class PatchedNetwork:
     def device(self) -> torch.device | None:
         for site in self.sites:  # a loop, which torch 2.6 compiles, unlike next(..., None)
             for parameter in site.module.parameters():
-                return parameter.device
+                return parameter.device if not parameter.is_meta else execution_device(site.module)
         return None
 
     def check(self, draws: Draws) -> None:
@@ -244,6 +251,10 @@ def network_of(model: nn.Module) -> PatchedNetwork:
     network = record_of(model, modules)
     assert isinstance(network, PatchedNetwork)
     present = {id(module) for module in modules}
+    for module in modules:
+        if SITE in module.__dict__ and module.__dict__[SITE].network is not network:
+            place = next(name for name, other in model.named_modules() if other is module)
+            raise_copied(module.__dict__[SITE].name, place)
     gone = [site for site in network.sites if id(site.module) not in present]
     if gone and not torch.compiler.is_dynamo_compiling():
         network.sites = [site for site in network.sites if site not in gone]
@@ -255,6 +266,16 @@ def network_of(model: nn.Module) -> PatchedNetwork:
             stacklevel=3,
         )
     return network
+
+
+def raise_copied(site: str, name: str = "") -> NoReturn:
+    """A copy of a single patched layer belongs to no network: no draw reaches it, and nothing would train it."""
+    raise PatchbayesError(
+        f'A copy of the patched layer "{site}" is in the network'
+        + (f' as "{name}"' if name else "")
+        + ", where no draw reaches it (PEFT copies the layers of modules_to_save).\n"
+        "  do       make the adapters first (get_peft_model), then patch_(model, ...) the result."
+    )
 
 
 def own_network(model: nn.Module) -> PatchedNetwork | None:

@@ -1,6 +1,7 @@
 """patch_ and unpatch_: make sites of a network random, in place, and undo it."""
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -11,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..draws.draws import RECORD, Draws
 from ..errors import NotASite, NothingToPatch, NotPatched, PatchbayesError
-from ..layers import is_compiled
+from ..layers import drawn_values, is_compiled
 from ..likelihoods import Categorical, Likelihood, checked_likelihood
 from ..posteriors.method import Method
 from ..posteriors.posterior import Posterior, own_parameters
@@ -21,7 +22,7 @@ from .frames import MEAN
 from .network import PatchedNetwork, Site, network_of, own_network, site_of
 from .report import PatchReport, number_of_parameters, report_on
 from .roots import install_root_, remove_root_
-from .selection import Sites, layers_of, select
+from .selection import Sites, adapter_partner, layers_of, select
 from .sites import install_site_, is_tied, remove_site_
 
 Tied = Literal["together", "separate"]
@@ -43,7 +44,8 @@ def patch_(
     method         `EMP()`, `ECMP()`, `Dropout(rate)`, ...; or several rules at once, a mapping from sites to methods, where
                    the first rule that matches a layer wins: `{"norm": EMP(5), "linear": Dropout(0.1)}`.
     sites          words joined by + ("norm", "output", "input", "linear", "conv", "all"; "hidden" is linear and convolution
-                   layers but the first and the last), globs on module names ("layer4.*"), or a predicate (name, module) ->
+                   layers but the first and the last; "lora" the adapter matrices of PEFT; "trainable" the layers with
+                   parameters that require gradients), globs on module names ("layer4.*"), or a predicate (name, module) ->
                    bool.
     example_input  an input to trace, so that "output" and "input" follow the order of execution; without it they follow
                    the order of registration. A tuple is spread over the arguments, a mapping over the keywords.
@@ -77,11 +79,13 @@ def patch_(
             install_root_(model, network)
         else:
             network.prior, network.likelihood = prior or network.prior, likelihood or network.likelihood
-        added = [_install(network, chosen, generator) for chosen in plan.sites]
+        named = layers_of(model)
+        added = [_install(network, chosen, adapter_partner(named, chosen.name), generator) for chosen in plan.sites]
         order = {name: position for position, (name, _) in enumerate(model.named_modules())}
         network.sites.sort(key=lambda site: order[site.name])
         network.lay_out()
     _watch_optimizers()
+    plan.notes += _frozen_note(model, added)
     return report_on(model, network, added, before, plan.skipped, plan.notes)
 
 
@@ -258,7 +262,20 @@ def _check_networkwide(model: nn.Module, plan: _Plan) -> None:
         raise PatchbayesError('patch_: sites with tie="network" share one draw, so their components and p must agree.')
 
 
-def _install(network: PatchedNetwork, chosen: _Chosen, generator: torch.Generator) -> Site:
+def _frozen_note(model: nn.Module, added: list[Site]) -> list[str]:
+    """Where no patch can learn though other parts of the network do, as with adapters: said aloud."""
+    if any(p.requires_grad for site in added for p in site.parameters().values()):
+        return []
+    note = (
+        'every patched layer is frozen, so training moves no patch: choose sites="trainable" or "lora", or unfreeze them; '
+        "calibrate_ works without training"
+    )
+    if any(p.requires_grad for p in model.parameters()):
+        warnings.warn(f"patch_: {note}.", stacklevel=3)
+    return [note]
+
+
+def _install(network: PatchedNetwork, chosen: _Chosen, partner: nn.Module | None, generator: torch.Generator) -> Site:
     module = chosen.module
     order = tuple(module._parameters)
     for name in chosen.untie:
@@ -270,6 +287,9 @@ def _install(network: PatchedNetwork, chosen: _Chosen, generator: torch.Generato
     shapes = {name: tuple(p.shape) for name, p in module._parameters.items() if p is not None}
     site = Site(chosen.name, module, network, order, chosen.tied, layouts, shapes)
     network.sites.append(site)
+    if partner is not None:  # where a layer is all zero, its jitter is relative to what it is multiplied with
+        held = [p for p in partner._parameters.values() if p is not None] + drawn_values(partner)
+        values |= {f"partner.{number}": p.detach() for number, p in enumerate(held)}
     try:
         install_site_(site, chosen.posterior, values, generator)
     except (RuntimeError, MemoryError) as error:

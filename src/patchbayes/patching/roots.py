@@ -17,6 +17,7 @@ from ..draws.layout import NetworkDraw
 from ..errors import PatchbayesError
 from .frames import MEAN, Frame, frame_of, in_backward, pushed, raise_unknown_draw, set_last_draw
 from .network import PatchedNetwork
+from .offloading import rebind_forward_
 from .sharding import refuse_replicas
 
 GENERATOR_KEY = "patchbayes_generator"
@@ -25,6 +26,7 @@ GENERATOR_KEY = "patchbayes_generator"
 def install_root_(root: nn.Module, network: PatchedNetwork) -> None:
     """Make `root` draw before every forward, and carry its generator in its state dict."""
     root.__class__ = root_class(type(root))
+    rebind_forward_(root)
     root.__dict__[RECORD] = network
     root.__dict__["_patchbayes_handles"] = [
         root.register_state_dict_post_hook(_save_generator),
@@ -39,8 +41,24 @@ def root_class(cls: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return with_draw(self, cls.forward, args, kwargs)
 
-    members = {"forward": forward, "_replicate_for_data_parallel": refuse_replicas}
-    return derived_class(cls, ("root",), lambda: members)
+    def namespace() -> dict[str, Any]:
+        extended = {name: make(cls) for name, make in _extended.items() if callable(getattr(cls, name, None))}
+        return {"forward": forward, "_replicate_for_data_parallel": refuse_replicas, **extended}
+
+    return derived_class(cls, ("root",), namespace)
+
+
+_extended: dict[str, Callable[[type[nn.Module]], Callable[..., Any]]] = {}
+
+
+def extend_roots(name: str) -> Callable[[Callable[[type[nn.Module]], Callable[..., Any]]], Any]:
+    """Let roots whose own class has a method of this name have another one instead, made from the class."""
+
+    def registered(make: Callable[[type[nn.Module]], Callable[..., Any]]) -> Any:
+        _extended[name] = make
+        return make
+
+    return registered
 
 
 _derived: dict[Any, type[nn.Module]] = {}
@@ -69,6 +87,7 @@ def remove_root_(root: nn.Module) -> None:
         handle.remove()
     del root.__dict__[RECORD]
     root.__class__ = original_class(root)
+    rebind_forward_(root)
 
 
 def with_draw(root: nn.Module, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

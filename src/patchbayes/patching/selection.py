@@ -16,7 +16,7 @@ from ..posteriors.posterior import Posterior
 
 Sites = str | Callable[[str, nn.Module], bool]
 
-WORDS = ("norm", "output", "input", "hidden", "linear", "conv", "all")
+WORDS = ("norm", "output", "input", "hidden", "linear", "conv", "lora", "trainable", "all")
 
 
 @dataclass
@@ -81,15 +81,17 @@ def _select_part(
             if (is_linear(module) or is_conv(module)) and name not in ends.modules:
                 _take(chosen, name, module)
         return
-    tests: dict[str, Callable[[nn.Module], bool]] = {
-        "norm": is_norm,
-        "linear": is_linear,
-        "conv": is_conv,
-        "all": _owns,
+    tests: dict[str, Callable[[str, nn.Module], bool]] = {
+        "norm": lambda _, module: is_norm(module),
+        "linear": lambda _, module: is_linear(module),
+        "conv": lambda _, module: is_conv(module),
+        "lora": lambda name, _: is_adapter(name),
+        "trainable": lambda _, module: any(p is not None and p.requires_grad for p in module._parameters.values()),
+        "all": lambda _, module: _owns(module),
     }
     if part in tests:
         for name, module in named.items():
-            if tests[part](module):
+            if tests[part](name, module):
                 _take(chosen, name, module)
             elif part == "norm" and isinstance(module, NORMS):
                 chosen.skipped[name] = "a norm layer without affine parameters"
@@ -104,6 +106,19 @@ def _select_part(
         )
     for name in matches:
         _take(chosen, name, named[name])
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a module's name is that of a LoRA matrix: PEFT keeps them below lora_A, lora_B, lora_embedding_A, ..."""
+    return any(part.startswith("lora_") for part in name.split("."))
+
+
+def adapter_partner(named: dict[str, nn.Module], name: str) -> nn.Module | None:
+    """For the LoRA matrix B, which starts at zero, its A."""
+    for of_b, of_a in (("lora_B", "lora_A"), ("lora_embedding_B", "lora_embedding_A")):
+        if of_b in name.split("."):
+            return named.get(".".join(of_a if part == of_b else part for part in name.split(".")))
+    return None
 
 
 def _select_end(

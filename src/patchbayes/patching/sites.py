@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from ..draws.draws import RECORD
 from ..errors import PatchbayesError
 from ..posteriors.posterior import CHILD, Posterior
-from .frames import MEAN, Frame, frame_of, in_backward, pushed, raise_unknown_draw
-from .network import SITE, Site
+from .frames import MEAN, Frame, frame_of, in_backward, pushed, raise_unknown_draw, running_networks
+from .network import SITE, Site, raise_copied
+from .offloading import brought_in, is_offloaded, rebind_forward_
 from .roots import derived_class, original_class, root_class
 from .sharding import refuse_replicas
 
@@ -30,6 +31,7 @@ def install_site_(site: Site, posterior: Posterior, values: dict[str, Tensor], g
     site.taken = {name: own[id(before[name])] for name in posterior.names if id(before[name]) in own}
     patched = _site_class(original_class(module), posterior.names)
     module.__class__ = root_class(patched) if RECORD in module.__dict__ else patched
+    rebind_forward_(module)
     # A hook that does nothing tells fused paths of torch (TransformerEncoderLayer) not to pass the layer's forward by.
     handles = [module.register_load_state_dict_pre_hook(_load_ordinary), module.register_forward_pre_hook(_ignore)]
     for name in posterior.names:
@@ -62,6 +64,7 @@ def remove_site_(site: Site, values: Mapping[str, Tensor]) -> None:
     del module.__dict__[SITE], module._modules[CHILD]
     plain = original_class(module)
     module.__class__ = root_class(plain) if RECORD in module.__dict__ else plain
+    rebind_forward_(module)
     for name in posterior.names:
         parameter = module._parameters.get(name)
         if parameter is None and name in site.taken:  # the same object that was there before patching
@@ -200,6 +203,9 @@ def _run_site(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _apply(site: Site, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if is_offloaded(site.posterior):
+        with brought_in(site.posterior):
+            return _apply(site, frame, args, kwargs)
     d = site.draw_of(frame.draw)
     with frame.giving(site, functools.cache(lambda: site.values_of(d))):
         output = site.posterior.apply_to(site.module, args, kwargs, d)
@@ -216,6 +222,9 @@ def _draw_outside(site: Site, module: nn.Module) -> Any:
         if draw is None:
             raise_unknown_draw(f'the site "{site.name}"')
         return draw
+    for other in running_networks():
+        if any(own.name == site.name and own.method == site.method for own in other.sites):
+            raise_copied(site.name)
     if not module.training and network.eval == "mean":
         return MEAN
     raise PatchbayesError(
@@ -257,6 +266,8 @@ def _load_ordinary(module: nn.Module, state_dict: dict[str, Any], prefix: str, *
         state_dict.update({prefix + k: v for k, v in posterior.upgrade({n: v for n, (_, v) in old.items()}).items()})
         return
     if any(key.startswith(f"{prefix}{CHILD}.") for key in state_dict):
+        for name in set(posterior.names) - set(posterior.kept):
+            state_dict.pop(prefix + name, None)  # a folder of save_pretrained names the mean beside the components
         return
     shapes = {name: mean.shape for name, mean in posterior.mean().items()}
     found = {n: state_dict[prefix + n] for n in posterior.names if prefix + n in state_dict}

@@ -4,8 +4,9 @@ from .classes import ClassPrediction
 from .labels import LabelPrediction
 from .on_ranks import predict_on_ranks
 from .plan import Plan
-from .predict import Predictor, predict, predict_batches
+from .predict import predict, predict_batches
 from .prediction import Prediction, PredictiveCheck
+from .predictor import Predictor
 from .regression import HeteroscedasticPrediction, MeanPrediction, RegressionPrediction
 
 __all__ = [

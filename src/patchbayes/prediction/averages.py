@@ -1,7 +1,7 @@
 """From the outputs of draws to a prediction: running averages, whichever engine and order the outputs come in."""
 
 from collections.abc import Generator, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -14,23 +14,47 @@ from .loop import Members, Outputs
 from .moments import MonteCarloMean
 from .plan import Plan
 from .prediction import Prediction, prediction_class
+from .running import is_large
+
+Statistics = Literal["all", "averages"]
 
 
 def average(
-    outputs: Outputs, draws: Draws | None, likelihood: Likelihood, keep: bool, plan: Plan, *, mean: bool = False
+    outputs: Outputs,
+    draws: Draws | None,
+    likelihood: Likelihood,
+    keep: bool,
+    plan: Plan,
+    *,
+    mean: bool = False,
+    statistics: Statistics | None = "all",
 ) -> Prediction:
     """The prediction for one batch, tempered as the likelihood says.
 
     draws  None where nothing was drawn: one output, without Monte-Carlo error.
     mean   the output is that of the mean network: `likelihood.mean_temperature` counts.
+    statistics   "all", or "averages" alone; None: by the size of the outputs.
     """
     before = 1.0 if mean else float(likelihood.draw_temperature)
     after = float(likelihood.mean_temperature if mean else likelihood.temperature)
+    kind = prediction_class(likelihood.offers)
     try:
-        return prediction_class(likelihood.offers).averaged(outputs, draws, likelihood, before, after, keep, plan)
+        first = next(outputs)
+        lean = statistics == "averages" or (statistics is None and not keep and is_large(first[1]))
+        coming = _with_first([first], outputs)
+        del first
+        if lean:
+            return kind.running(coming, draws, likelihood, before, after, plan)
+        return kind.averaged(coming, draws, likelihood, before, after, keep, plan)
     finally:  # an error must not leave the modes on in which outputs were being made
         if isinstance(outputs, Generator):
             outputs.close()
+
+
+def _with_first(first: list[tuple[Members, Tensor]], rest: Outputs) -> Outputs:
+    """The first output again, and then the rest; none is held while the next is made."""
+    yield first.pop()
+    yield from rest
 
 
 def predictives(

@@ -39,6 +39,8 @@ def on_device(batch: Any, device: torch.device | None) -> Any:
             raise PatchbayesError(
                 f"predict: input tensor {place} holds NaN, {int(torch.isnan(leaf).sum())} of {leaf.numel()} values."
             )
+    if device is not None and device.type == "meta":  # the weights are brought in layer by layer
+        return batch
     return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, batch)
 
 

@@ -16,6 +16,7 @@ from .loop import Outputs
 from .moments import LogMean, Moments, MonteCarloMean
 from .plan import Plan
 from .prediction import PER_DRAW, PER_INPUT, Prediction, check_shape, needed
+from .running import RunningAverages, fields_without_error, unknown_like
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +27,8 @@ class ClassPrediction(Prediction):
 
     probs, log_probs    (B, C): p(y | x) and its logarithm, also where probabilities underflow.
     standard_error      (B, C): Monte-Carlo standard error of `probs`, at T other than 1 by the delta method.
-    averaged_probs, averaged_log_probs   (B, C): p_average, before the temperature; the same at T = 1.
+    averaged_probs, averaged_log_probs   (B, C): p_average, before the temperature; the same at T = 1. (kept_log_probs holds the
+                        latter where they were averaged by themselves, None with statistics="averages".)
     expected_entropy    (B,): (1/S) sum_s H[p(y | x, w_s)], in nats: what remains uncertain with the weights known (aleatoric).
     draw_probs          (S, B, C) with keep_draws=True, else None.
 
@@ -37,7 +39,7 @@ class ClassPrediction(Prediction):
     """
 
     averaged_probs: Tensor = field(metadata=PER_INPUT)
-    averaged_log_probs: Tensor = field(metadata=PER_INPUT)
+    kept_log_probs: Tensor | None = field(default=None, metadata=PER_INPUT)
     expected_entropy: Tensor = field(metadata=PER_INPUT)
     draw_probs: Tensor | None = field(default=None, metadata=PER_DRAW)
 
@@ -78,10 +80,31 @@ class ClassPrediction(Prediction):
             **of_all(draws, plan, probs, temperature),
             standard_error=probs.standard_error(linear).to(dtype),
             averaged_probs=probs.mean.to(dtype),
-            averaged_log_probs=log_probs.value.to(dtype),
+            kept_log_probs=log_probs.value.to(dtype),
             expected_entropy=entropy.mean.to(dtype),
             draw_probs=kept.values,
         )
+
+    @classmethod
+    def running(
+        cls, outputs: Outputs, draws: Draws | None, likelihood: Likelihood, before: float, after: float, plan: Plan
+    ) -> Self:
+        averages = RunningAverages(1 if draws is None else len(draws), None if draws is None else draws.weights)
+        for members, values in outputs:
+            averages.add(members, values, likelihood, before)
+            del values  # before the next draw makes its own
+        probs, entropy = averages.result()
+        return cls(
+            **fields_without_error(draws, plan, len(probs), after),
+            standard_error=unknown_like(probs),
+            averaged_probs=probs,
+            expected_entropy=entropy,
+        )
+
+    @property
+    def averaged_log_probs(self) -> Tensor:
+        """(B, C): the logarithms of p_average, before the temperature."""
+        return self.averaged_probs.log() if self.kept_log_probs is None else self.kept_log_probs
 
     @property
     def probs(self) -> Tensor:
@@ -164,7 +187,7 @@ class ClassPrediction(Prediction):
         return {
             "averaged_probs": torch.lerp(self.averaged_probs, new.averaged_probs, column),
             "expected_entropy": torch.lerp(self.expected_entropy, new.expected_entropy, fewer),
-            "averaged_log_probs": torch.logaddexp(
+            "kept_log_probs": torch.logaddexp(
                 self.averaged_log_probs + (-column).log1p(), new.averaged_log_probs + column.log()
             ),
         }

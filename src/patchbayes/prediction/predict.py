@@ -3,7 +3,6 @@
 import functools
 import itertools
 import math
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypedDict, Unpack
 
@@ -18,13 +17,14 @@ from ..patching.patch import is_patched
 from ..patching.sharding import refuse_sharded
 from ..views import Views
 from .adaptive import until_sure
-from .averages import average
+from .averages import Statistics, average
 from .batches import as_tensor, batch_size, batches, is_batch, on_device, progress
 from .engine import Engine
 from .loop import at_rest, mean_pass, same_random_state, undisturbed
 from .mc_dropout import dropout_passes
 from .plan import Plan
 from .prediction import Prediction
+from .targets import without_targets
 from .viewing import Viewing
 
 Sampling = Literal["balanced", "stratified", "orthogonal", "iid"]
@@ -52,12 +52,13 @@ def predict(
     output: Callable[[Any], Tensor] | None = None,
     dropout: bool = False,
     views: Views | Callable[[Any, torch.Generator], Any] | None = None,
+    statistics: Statistics | None = None,
 ) -> Any:
     """The posterior predictive p(y | x) = (1/S) sum_s p(y | x, w_s), w_s ~ q (Algorithm 1, appendix B.3).
 
     inputs      a tensor (one batch), a tuple (several arguments) or mapping (keywords) of tensors, or any iterable of batches
                 such as a DataLoader; of a batch that is a tuple or list the first element is the input, the rest (labels)
-                is left, unless `select` says otherwise. Batches go to the network's device.
+                is left, unless `select` says otherwise, and so are labels in a mapping. Batches go to the network's device.
     draws       a number S of draws, or `Draws`; the same draws serve all inputs. Where S or fewer distinct networks exist
                 all are taken, with their probabilities: no Monte-Carlo error. "exact" demands that. "auto" draws until the
                 Monte-Carlo error is below `tolerance`, for each input, at most 400 times. "mean" is one pass of the mean
@@ -83,6 +84,9 @@ def predict(
     views       ways to look at the inputs, `patchbayes.views`, one for each draw and every one equally often; without draws
                 (draws="mean", or a network that is not patched) a pass for each.
     dropout     for a network that is not patched: keep its own `nn.Dropout` layers on, in S passes (MC dropout).
+    statistics  "all", or "averages": of a classifier only the averaged probabilities and entropies, in float32 (the standard
+                error is then unknown), for hardly more time and memory than a loop that adds up probabilities. By default
+                averages where a draw says more than four million numbers at several positions of each input (tokens).
 
     A network that is not patched is one exact draw: a single pass. The network runs in evaluation mode without gradients and
     comes back exactly as it was, also after an error.
@@ -99,6 +103,7 @@ def predict(
         output=output,
         dropout=dropout,
         views=views,
+        statistics=statistics,
     )
     with same_random_state():  # a loader may use it between two batches
         parts = list(predict_batches(model, inputs, draws, **options))
@@ -123,6 +128,7 @@ class Options(TypedDict, total=False):
     output: Callable[[Any], Tensor] | None
     dropout: bool
     views: Views | Callable[[Any, torch.Generator], Any] | None
+    statistics: Statistics | None
 
 
 def predict_batches(
@@ -135,12 +141,12 @@ def predict_batches(
     """
     model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     network = network_of(model) if is_patched(model) else None
-    _check(draws, network, options)
+    check_options(draws, network, options)
     predicting = Predicting(model, network, draws, options, num_batches=_length(inputs))
     first = 0
     for batch in progress(batches(inputs, options.get("select")), inputs):
         with torch.inference_mode():
-            batch = on_device(batch, predicting.device)
+            batch = on_device(without_targets(model, batch), predicting.device)
             size = batch_size(batch)
             prediction = predicting.batch(batch, torch.arange(first, first + size))
         first += size
@@ -160,7 +166,7 @@ class Predicting:
     ) -> None:
         self.model, self.network, self.options = model, network, options
         self.output = options.get("output") or as_tensor
-        self.keep = options.get("keep_draws", False)
+        self.keep, self.statistics = options.get("keep_draws", False), options.get("statistics")
         own = network.likelihood if network is not None else Categorical()
         self.likelihood = checked_likelihood(options.get("likelihood") or own)
         self.machine: Engine | None = None
@@ -191,7 +197,7 @@ class Predicting:
         machine = self.machine
         if self.viewing is not None and machine is not None:
             outputs = self.viewing.outputs(inputs, examples, self.output)
-            return average(outputs, machine.draws, self.likelihood, self.keep, machine.plan)
+            return average(outputs, machine.draws, self.likelihood, self.keep, machine.plan, statistics=self.statistics)
         if machine is None:
             return self._without_draws(inputs, examples)
         if not self.started:  # heads, if any, then serve all batches
@@ -200,7 +206,7 @@ class Predicting:
         if self.tolerance is not None and not machine.draws.is_exact:
             return until_sure(machine, inputs, examples, self.output, self.likelihood, self.tolerance)
         outputs = machine.outputs(inputs, examples, self.output)
-        return average(outputs, machine.draws, self.likelihood, self.keep, machine.plan)
+        return average(outputs, machine.draws, self.likelihood, self.keep, machine.plan, statistics=self.statistics)
 
     def _without_draws(self, inputs: Any, examples: Tensor) -> Any:
         if self.options.get("dropout"):
@@ -210,7 +216,7 @@ class Predicting:
             )
             plan = Plan.of_draws(draws)
             plan.fallback = "masks of the network's own dropout layers"
-            return average(outputs, draws, self.likelihood, self.keep, plan)
+            return average(outputs, draws, self.likelihood, self.keep, plan, statistics=self.statistics)
         plan = Plan(1, "mean" if self.network is not None else "none", exact=True, networks=1)
         plan.fallback = "the mean network" if self.network is not None else "the network is not patched"
         resting = at_rest(self.model)
@@ -220,88 +226,28 @@ class Predicting:
                 draws, outputs = self.viewing.passes(
                     inputs, lambda seen: mean_pass(resting, network, seen, self.output)
                 )
-                return average(outputs, draws, self.likelihood, self.keep, plan, mean=self.network is not None)
-            outputs = mean_pass(resting, network, inputs, self.output)
-            return average(outputs, None, self.likelihood, self.keep, plan, mean=self.network is not None)
-
-
-class Predictor(nn.Module):
-    """A module that answers with the posterior predictive, for pipelines that call a model and expect an answer.
-
-    Its output is the averaged log-probabilities (B, C), or for `Gaussian` the pair mean (B, D), variance (B, D). The draws
-    are made once: the same input always gives the same answer. The weights of the draws are made at the first call and
-    kept, within `memory_limit`, until a parameter changes (as optimizers and `load_state_dict` change it; after writing to
-    `.data`, call `refresh_`). Several threads may call it. No gradients. Arguments as in `predict`.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        draws: int | Draws | Literal["exact"] = 20,
-        likelihood: Likelihood | None = None,
-        *,
-        sampling: Sampling = "balanced",
-        engine: Mode = "graph",
-        memory_limit: int | None = None,
-        generator: torch.Generator | None = None,
-        select: Callable[[Any], Any] | None = None,
-        output: Callable[[Any], Tensor] | None = None,
-        views: Views | Callable[[Any, torch.Generator], Any] | None = None,
-    ) -> None:
-        super().__init__()
-        self.model = model
-        self.draws = make_draws(model, network_of(model), draws, sampling, generator)
-        self.likelihood = checked_likelihood(likelihood or network_of(model).likelihood)
-        self.engine, self.memory_limit, self.select, self.output = engine, memory_limit, select, output
-        self.views = views
-        self._kept = _Kept()
-        _check(self.draws, network_of(model), Options(engine=engine))
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, Tensor]:
-        inputs = kwargs or (args if len(args) != 1 else args[0])
-        if args and kwargs:
-            raise PatchbayesError("Predictor: expected all inputs by position or all by keyword, got both.")
-        predicting = self._predicting()
-        (batch,) = batches(inputs if is_batch(inputs) else (inputs,), self.select)
-        with torch.inference_mode():
-            batch = on_device(batch, predicting.device)
-            prediction = predicting.batch(batch, torch.arange(batch_size(batch)))
-        return prediction.usable().answer
-
-    def refresh_(self) -> None:
-        """Forget the weights that were made for the draws."""
-        self._kept = _Kept()
-
-    def _predicting(self) -> "Predicting":
-        network, kept = network_of(self.model), self._kept
-        state = tuple((id(p), p._version, p.data_ptr()) for s in network.sites for p in s.parameters().values())
-        with kept.lock:
-            if kept.predicting is None or kept.state != state:
-                options = Options(
-                    likelihood=self.likelihood,
-                    engine=self.engine,
-                    memory_limit=self.memory_limit,
-                    output=self.output,
-                    views=self.views,
+                return average(
+                    outputs,
+                    draws,
+                    self.likelihood,
+                    self.keep,
+                    plan,
+                    mean=self.network is not None,
+                    statistics=self.statistics,
                 )
-                kept.predicting = Predicting(self.model, network, self.draws, options, num_batches=1)
-                kept.state = state
-            return kept.predicting
+            outputs = mean_pass(resting, network, inputs, self.output)
+            return average(
+                outputs,
+                None,
+                self.likelihood,
+                self.keep,
+                plan,
+                mean=self.network is not None,
+                statistics=self.statistics,
+            )
 
 
-class _Kept:
-    """What a `Predictor` keeps from call to call. A copy starts without."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.state: Any = None
-        self.predicting: Predicting | None = None
-
-    def __reduce__(self) -> Any:
-        return _Kept, ()
-
-
-def _check(draws: Number, network: PatchedNetwork | None, options: Options) -> None:
+def check_options(draws: Number, network: PatchedNetwork | None, options: Options) -> None:
     engine, tolerance = options.get("engine", "auto"), options.get("tolerance")
     if engine not in ("auto", "loop", "graph"):
         raise PatchbayesError(f'predict(engine={engine!r}): expected "auto", "loop" or "graph".')
@@ -316,6 +262,10 @@ def _check(draws: Number, network: PatchedNetwork | None, options: Options) -> N
             'predict(draws="auto"): inputs use different draws, so keep_draws=True cannot keep them all.\n'
             "  do       give a number of draws."
         )
+    if options.get("statistics") not in (None, "all", "averages"):
+        raise PatchbayesError(f'predict(statistics={options["statistics"]!r}): expected "all" or "averages".')
+    if options.get("statistics") == "averages" and (draws == "auto" or options.get("keep_draws")):
+        raise PatchbayesError('predict(statistics="averages") goes without draws="auto" and keep_draws=True.')
     if options.get("views") is not None and (draws == "auto" or options.get("dropout")):
         raise PatchbayesError('predict: views go with a number of draws or "mean", not with "auto" or dropout=True.')
     if options.get("dropout") and network is not None:

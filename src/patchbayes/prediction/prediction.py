@@ -83,6 +83,13 @@ class Prediction(ABC):
     ) -> Self:
         """The prediction for one batch, from the outputs of all draws: softened one by one, averaged, and tempered."""
 
+    @classmethod
+    def running(
+        cls, outputs: Outputs, draws: Draws | None, likelihood: Likelihood, before: float, after: float, plan: Plan
+    ) -> Self:
+        """The same with averages alone where a kind of prediction can do with less; by default with everything."""
+        return cls.averaged(outputs, draws, likelihood, before, after, False, plan)
+
     @property
     @abstractmethod
     def answer(self) -> Tensor | tuple[Tensor, Tensor]:

@@ -359,6 +359,8 @@ def _refused(model: nn.Module, network: PatchedNetwork) -> str | None:
         reason = None
         if module._compiled_call_impl is not None or is_compiled(module):
             reason = "is compiled"
+        elif "_hf_hook" in module.__dict__:
+            reason = "gets its weights from accelerate when it runs"
         elif any(
             not str(getattr(hook, "__module__", "")).startswith("patchbayes.")
             for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())

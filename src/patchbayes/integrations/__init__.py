@@ -1,0 +1,1 @@
+"""Patched networks in the tools that people already use; each module needs the package it is named after."""
