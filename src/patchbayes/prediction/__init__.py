@@ -1,6 +1,7 @@
 """Prediction: average draws of a patched network, and say how sure it is."""
 
 from .classes import ClassPrediction
+from .conformal import Conformal, conformal
 from .labels import LabelPrediction
 from .plan import Plan
 from .predict import Predictor, predict, predict_batches
@@ -9,6 +10,7 @@ from .regression import HeteroscedasticPrediction, MeanPrediction, RegressionPre
 
 __all__ = [
     "ClassPrediction",
+    "Conformal",
     "HeteroscedasticPrediction",
     "LabelPrediction",
     "MeanPrediction",
@@ -17,6 +19,7 @@ __all__ = [
     "PredictiveCheck",
     "Predictor",
     "RegressionPrediction",
+    "conformal",
     "predict",
     "predict_batches",
 ]
