@@ -22,7 +22,7 @@ LAYERS = [
     {"nets", "counting", "provenance", "data"},
     {"runs"},
     {"bayesianizing", "report", "training", "evaluation"},
-    {"cli"},
+    {"cli", "integrations"},
     {"__main__"},
 ]
 # Parts that stand beside the core, and what they may use of it; nothing of the core uses them.

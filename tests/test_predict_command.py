@@ -205,7 +205,7 @@ def test_sets_and_intervals_of_a_coverage(place):
     plain = answers("--coverage 0.9 --risk-on test[:600]", place / "vanilla", place / "pictures")
     assert all(isinstance(row["set"], list) for row in plain)
     table = command("predict --coverage 0.997 --risk-on test", place / "digits", place / "pictures").out
-    assert " | " in table.splitlines()[1]
+    assert " | " in table
     narrow, large = (
         answers(f"--coverage {c} --risk-on test", place / "amounts", place / "new.csv") for c in (0.5, 0.8)
     )

@@ -1,0 +1,1 @@
+"""patchbayes inside the tools that people already use."""
