@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from command_line import command, strict_json
-from patchbayes import predict
+from patchbayes import conformal, predict
 from patchbayes.data import read
 from patchbayes.metrics import threshold_at_risk
 from patchbayes.patching.network import network_of
@@ -191,6 +191,28 @@ def test_a_tolerance_stops_the_drawing_of_sure_inputs(place):
     assert sum(row["draws"] for row in sharp) > sum(row["draws"] for row in found)
 
 
+def test_sets_and_intervals_of_a_coverage(place):
+    run = RunFolder.open(place / "digits")
+    batch, targets = read("digits").test.fetch(torch.arange(600))
+    inputs = run.dataset().preparation.inputs(batch)
+    found = conformal(predicted(run, inputs, 20), targets, 0.9)
+    rows = answers("--coverage 0.9 --risk-on test[:600]", place / "digits", place / "pictures")
+    for row in rows:
+        assert len(row["set"]) <= 1 or row["set"][0] == row["class"]
+        assert (row["class"] in row["set"]) == (1 - row["probability"] <= float(found.threshold))
+    wide = answers("--coverage 0.997 --risk-on test", place / "digits", place / "pictures")
+    assert sum(len(row["set"]) for row in wide) > sum(len(row["set"]) for row in rows)
+    plain = answers("--coverage 0.9 --risk-on test[:600]", place / "vanilla", place / "pictures")
+    assert all(isinstance(row["set"], list) for row in plain)
+    table = command("predict --coverage 0.997 --risk-on test", place / "digits", place / "pictures").out
+    assert " | " in table
+    narrow, large = (
+        answers(f"--coverage {c} --risk-on test", place / "amounts", place / "new.csv") for c in (0.5, 0.8)
+    )
+    for one, other in zip(narrow, large, strict=True):
+        assert other["low"] < one["low"] < one["mean"] < one["high"] < other["high"]
+
+
 def test_the_data_set_need_not_be_there_but_for_a_risk(place, tmp_path):
     shutil.copytree(place / "classes", tmp_path / "run")
     config = json.loads((tmp_path / "run" / "config.json").read_text())
@@ -230,7 +252,10 @@ def test_the_last_checkpoint_answers_otherwise_than_the_best(tmp_path, place):
         ("classes new.csv --tolerance -1", 1, "above 0"),
         ("classes new.csv --risk 2", 1, "between 0 and 1"),
         ("classes new.csv --risk 0.1 --risk-on train", 1, "was trained on train"),
-        ("classes new.csv --risk-on test", 2, "--risk-on is for --risk"),
+        ("classes new.csv --risk-on test", 2, "--risk-on is for --risk and --coverage"),
+        ("classes new.csv --coverage 1.5", 1, "between 0 and 1"),
+        ("classes new.csv --coverage 0.9 --risk-on train", 1, "was trained on train"),
+        ("classes new.csv --coverage 0.99", 1, "at least 99 held-out examples"),
         ("amounts new.csv --risk 0.1", 1, "a risk is for classification"),
         ("classes new.csv --format xml", 2, "is not one of"),
         ("classes new.csv --checkpoint first", 2, "is not one of"),

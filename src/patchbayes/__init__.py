@@ -15,7 +15,7 @@ from .patching.drawing import forward_draws, set_eval_, use_draw
 from .patching.patch import is_patched, patch_, patched_sites, unpatch_
 from .patching.pretrained import from_pretrained, merge_, save_pretrained
 from .posteriors import ECMP, EMP, DropConnect, Dropout, Ensemble, MeanField, mixed
-from .prediction import Predictor, predict
+from .prediction import Predictor, conformal, predict
 from .prior import Prior
 
 __version__ = "0.2.0"
@@ -34,6 +34,7 @@ __all__ = [
     "bayesianize_",
     "calibrate_",
     "check_patchable",
+    "conformal",
     "export",
     "forward_draws",
     "from_pretrained",

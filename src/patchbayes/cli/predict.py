@@ -28,6 +28,12 @@ def predict(
             help="Refer answers to a human so that, with 95 % confidence, at most this share of the others is wrong."
         ),
     ] = None,
+    coverage: Annotated[
+        float | None,
+        typer.Option(
+            help="Add a set of classes, or an interval, that holds the truth for this share of new inputs (conformal)."
+        ),
+    ] = None,
     tolerance: Annotated[
         float | None,
         typer.Option(
@@ -43,10 +49,12 @@ def predict(
     ] = "best",
     risk_on: Annotated[
         str | None,
-        typer.Option(help="Part of the data, not trained on, that --risk is set on; by default the held-out part."),
+        typer.Option(
+            help="Part of the data, not trained on, that --risk and --coverage are set on; by default the held-out part."
+        ),
     ] = None,
     data_dir: Annotated[
-        Path | None, typer.Option(help="Where data sets lie (for --risk); else $PATCHBAYES_DATA.")
+        Path | None, typer.Option(help="Where data sets lie (for --risk and --coverage); else $PATCHBAYES_DATA.")
     ] = None,
     trust_code: TrustCode = False,
 ) -> None:
@@ -55,7 +63,8 @@ def predict(
     A row for each input, as it comes: class, probability, uncertainty, and whether to ask a human. Epistemic uncertainty is
     what the draws disagree on (mutual information), aleatoric what remains when the network is known (expected entropy),
     both in nats; in regression they are standard deviations in the units of the target. For --risk a part of the run's data
-    is predicted first and a threshold on the probability is set from it. An input that cannot be answered is named after
+    is predicted first and a threshold on the probability is set from it; for --coverage, how large sets or intervals must be.
+    An input that cannot be answered is named after
     the others, and the exit code is 1.
 
     \b
@@ -64,8 +73,8 @@ def predict(
     """
     from ..runs import NewInputs
 
-    if risk is None and risk_on is not None:
-        raise typer.BadParameter("--risk-on is for --risk; give both.")
+    if risk is None and coverage is None and risk_on is not None:
+        raise typer.BadParameter("--risk-on is for --risk and --coverage; give one of them.")
     if "" in files:  # as a path it would be the working directory
         raise typer.BadParameter("an empty name is no file or folder; write . for this folder.")
     answering = NewInputs.open(
@@ -75,6 +84,9 @@ def predict(
         tell(f"setting the threshold for a risk of {risk:g} on {risk_on or 'held_out'} ...")
         answering = answering.referring(risk, risk_on or "held_out")
         warn(answering.about_threshold)
+    if coverage is not None:
+        tell(f"setting sets and intervals for a coverage of {coverage:g} on {risk_on or 'held_out'} ...")
+        answering = answering.covered(coverage, risk_on or "held_out")
     _write(answering.answers([Path(file) for file in files]), output)
     if risk is None and output == "table":
         tell("next: which answers to leave to a human, so that at most 5 % of the others are wrong")
@@ -124,11 +136,14 @@ def _write_lines(first: list[dict[str, Any]], rows: Iterator[dict[str, Any]]) ->
 def _cell(value: Any) -> str:
     if isinstance(value, bool):
         return "refer" if value else ""
+    if isinstance(value, list):
+        return " | ".join(map(str, value))
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _harmless(value: Any) -> Any:
     """A text that a spreadsheet would run as a formula gets a quote in front; a number is none."""
+    value = " | ".join(map(str, value)) if isinstance(value, list) else value
     value = clean(value) if isinstance(value, str) else value
     formula = isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) and not _is_number(value)
     return f"'{value}" if formula else value

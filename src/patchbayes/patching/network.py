@@ -149,11 +149,15 @@ class PatchedNetwork:
 
         clone = object.__new__(type(self))
         memo[id(self)] = clone
-        clone.__dict__ = {**self.__dict__, "_in_backward": {}, "held": None, "holds": [], "compiling": MEAN}
+        clone.__dict__ = self.__getstate__()
         clone.generator = self.generator.clone()
         for name in ("sites", "_owners", "prior", "likelihood"):
             setattr(clone, name, copy.deepcopy(getattr(self, name), memo))
         return clone
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy, or another process, gets: all but the draws of calls that are running."""
+        return {**self.__dict__, "_in_backward": {}, "held": None, "holds": [], "compiling": MEAN}
 
     def lay_out(self) -> None:
         """Give every site its place in the draw, after sites were added or removed."""

@@ -6,7 +6,7 @@ and `torch.compile(model.forward)`.
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -70,8 +70,42 @@ def derived_class(
     """A subclass that goes by the name of `cls`, and knows it as `_patchbayes_class`; one for each kind."""
     if (cls, kind) not in _derived:
         shown = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-        _derived[cls, kind] = type(cls.__name__, (cls,), {**shown, **namespace(), "_patchbayes_class": cls})
+        known = {"_patchbayes_class": cls, "_patchbayes_kind": kind, "__reduce_ex__": _described}
+        _derived[cls, kind] = type(cls.__name__, (cls,), {**shown, **namespace(), **known})
     return _derived[cls, kind]
+
+
+#: What makes a derived class again in another process, by the first word of its kind.
+MAKERS: dict[str, Callable[[type[nn.Module], tuple[str, ...]], type[nn.Module]]] = {
+    "root": lambda cls, _: root_class(cls)
+}
+
+
+def _described(self: nn.Module, protocol: SupportsIndex) -> tuple[Any, ...]:
+    """A patched module for another process: what its own class would send, and the kinds that are derived from that class.
+
+    The content (the modules below it, its record, its tensors) follows as for any module; copies are made the same way.
+    """
+    cls, plain = type(self), original_class(self)
+    made = plain.__reduce_ex__(self, protocol)
+    assert isinstance(made, tuple)
+    make, arguments, *content = made
+    kinds = []
+    while cls is not plain:
+        kinds.append(vars(cls)["_patchbayes_kind"])
+        cls = vars(cls)["_patchbayes_class"]
+    sent = tuple(plain if argument is type(self) else argument for argument in arguments)
+    return remade, (tuple(reversed(kinds)), make, sent), *content
+
+
+def remade(kinds: tuple[tuple[str, ...], ...], make: Callable[..., nn.Module], arguments: tuple[Any, ...]) -> nn.Module:
+    """The module that `_described` described, before it is given its content."""
+    module = make(*arguments)
+    cls = type(module)
+    for word, *names in kinds:
+        cls = MAKERS[word](cls, tuple(names))
+    module.__class__ = cls
+    return module
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:

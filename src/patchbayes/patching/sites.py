@@ -14,7 +14,7 @@ from ..posteriors.posterior import CHILD, Posterior
 from .frames import MEAN, Frame, frame_of, in_backward, pushed, raise_unknown_draw, running_networks
 from .network import SITE, Site, raise_copied
 from .offloading import brought_in, is_offloaded, rebind_forward_
-from .roots import derived_class, original_class, root_class
+from .roots import MAKERS, derived_class, original_class, root_class
 from .sharding import refuse_replicas
 
 _TIED = "_patchbayes_tied"
@@ -110,7 +110,7 @@ def _site_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]
         members["_replicate_for_data_parallel"] = refuse_replicas
         if issubclass(cls, nn.RNNBase) and names:
             members |= {"_flat_weights": property(_flat_weights, _ignore), "_update_flat_weights": _ignore}
-            members["__setstate__"] = nn.Module.__setstate__  # the class's own reads weights while a copy is made
+            members["__setstate__"] = _set_state
         return members
 
     return derived_class(cls, ("site", *names), namespace)
@@ -120,6 +120,11 @@ def _flat_weights(module: nn.RNNBase) -> list[Tensor]:
     return [getattr(module, name) for name in module._flat_weights_names]
 
 
+def _set_state(module: nn.RNNBase, state: dict[str, Any]) -> None:
+    """The class's own reads weights while a copy is made; what it leaves out of a state is needed for the next copy."""
+    nn.Module.__setstate__(module, {"_flat_weight_refs": [], **state})
+
+
 def _ignore(_module: nn.Module, *_: Any) -> None:
     """In place of keeping weights that are drawn at every call."""
 
@@ -127,6 +132,9 @@ def _ignore(_module: nn.Module, *_: Any) -> None:
 def _tied_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
     """The class of a module that shares parameters with a site: they are properties, all else is as it was."""
     return derived_class(cls, ("tied", *names), lambda: {name: _tied_property(name) for name in names})
+
+
+MAKERS["site"], MAKERS["tied"] = _site_class, _tied_class
 
 
 def _drawn_property(name: str) -> property:

@@ -1,6 +1,7 @@
 """Prediction: average draws of a patched network, and say how sure it is."""
 
 from .classes import ClassPrediction
+from .conformal import Conformal, conformal
 from .labels import LabelPrediction
 from .on_ranks import predict_on_ranks
 from .plan import Plan
@@ -11,6 +12,7 @@ from .regression import HeteroscedasticPrediction, MeanPrediction, RegressionPre
 
 __all__ = [
     "ClassPrediction",
+    "Conformal",
     "HeteroscedasticPrediction",
     "LabelPrediction",
     "MeanPrediction",
@@ -19,6 +21,7 @@ __all__ = [
     "PredictiveCheck",
     "Predictor",
     "RegressionPrediction",
+    "conformal",
     "predict",
     "predict_batches",
     "predict_on_ranks",

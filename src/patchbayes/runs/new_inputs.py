@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..data import Preparation, csv_rows
+from ..data import Dataset, Preparation, csv_rows
 from ..data.image_files import SUFFIXES, decode_image, decode_images
 from ..draws.draws import Draws
 from ..errors import PatchbayesError
@@ -18,9 +18,10 @@ from ..likelihoods import Likelihood
 from ..metrics import threshold_at_risk
 from ..patching.network import network_of
 from ..patching.patch import is_patched
-from ..prediction import predict
+from ..prediction import Conformal, conformal, predict
 from ..prediction.predict import MOST_DRAWS, make_draws
-from .answers import class_answers, fitting_batch_size, plain_outputs
+from ..prediction.prediction import check_level
+from .answers import class_answers, fitting_batch_size
 from .folder import RunFolder, Which
 
 _MOST = 10**6  # draws, or inputs at a time; beyond that a mistake
@@ -32,7 +33,8 @@ class NewInputs:
     """A network of a run, ready to answer; all inputs by the same draws.
 
     taken: the draws, "auto" for as many as each input needs for the `tolerance`; None for an unpatched network.
-    draws: how many set a threshold. threshold: an answer with a smaller probability is for a human.
+    draws: how many set a threshold. threshold: an answer with a smaller probability is for a human. covering: what makes an
+    answer a set of classes or an interval.
     """
 
     model: nn.Module
@@ -45,6 +47,7 @@ class NewInputs:
     batch_size: int
     threshold: float | None = None
     risk: float | None = None
+    covering: Conformal | None = None
 
     @property
     def _draws(self) -> Any:
@@ -100,22 +103,36 @@ class NewInputs:
         """The same with a threshold set on a part that was not trained on; `metrics.threshold_at_risk` says what it keeps."""
         if self.data["task"] != "classification":
             raise PatchbayesError("predict: a risk is for classification; a regression gives deviations instead.")
-        if part.strip().startswith("train"):
-            raise PatchbayesError(
-                f"predict: the network was trained on {part}, and errs less there than on new inputs; set the risk on a part "
-                "that it has not seen, such as test[:500]."
-            )
-        dataset = self.run.dataset(self.data_dir)
-        if part == "held_out" and dataset.held_out is None:
-            raise PatchbayesError(
-                f"predict: {self.run.path} held no examples out to set a risk on; name a part that it was not trained on, such "
-                "as --risk-on test[:500]."
-            )
+        dataset = self._unseen(part)
         size = fitting_batch_size(self.draws, dataset.num_outputs)
         found = class_answers(self.model, dataset.batches(dataset.part(part), size), self.draws)
         confidence, named = found.log_probs.max(1)
         threshold = threshold_at_risk(confidence.exp().clamp_max(1), named == found.targets, risk)
         return replace(self, threshold=threshold, risk=risk)
+
+    def covered(self, level: float, part: str = "held_out") -> "NewInputs":
+        """The same with answers that hold the truth with probability `level`, set on a part that was not trained on."""
+        check_level("predict --coverage", level)
+        dataset = self._unseen(part)
+        size = fitting_batch_size(self.draws, dataset.num_outputs)
+        batches = list(dataset.batches(dataset.part(part), size))
+        found = self._predicted(batches)
+        return replace(self, covering=conformal(found, torch.cat([targets for _, targets in batches]), level))
+
+    def _unseen(self, part: str) -> Dataset:
+        """The data of the run, where that part of it has not trained the network."""
+        if part.strip().startswith("train"):
+            raise PatchbayesError(
+                f"predict: the network was trained on {part}, and errs less there than on new inputs; name a part that it has "
+                "not seen, such as --risk-on test[:500]."
+            )
+        dataset = self.run.dataset(self.data_dir)
+        if part == "held_out" and dataset.held_out is None:
+            raise PatchbayesError(
+                f"predict: {self.run.path} held no examples out; name a part that it was not trained on, such as "
+                "--risk-on test[:500]."
+            )
+        return dataset
 
     @property
     def about_threshold(self) -> str:
@@ -186,46 +203,47 @@ class NewInputs:
             else:
                 yield row
 
+    def _predicted(self, inputs: Any) -> Any:
+        """The prediction of a batch or of batches; an unpatched network answers in one pass."""
+        likelihood = None if self.data["task"] == "classification" else self.likelihood
+        return predict(self.model, inputs, self._draws or 1, tolerance=self.tolerance, likelihood=likelihood)
+
     def _class_rows(self, names: list[str], inputs: Tensor) -> Iterator[dict[str, Any]]:
-        if self.taken is not None:
-            found = predict(self.model, inputs, self._draws, tolerance=self.tolerance)
-            probs, epistemic, aleatoric, used = (
-                found.probs, found.mutual_information, found.expected_entropy, found.draws_used
-            )  # fmt: skip
-        else:
-            probs = plain_outputs(self.model, inputs).softmax(-1)
-            aleatoric = torch.special.entr(probs).sum(-1)
-            epistemic, used = torch.zeros_like(aleatoric), torch.ones(len(probs), dtype=torch.int64)
+        found, classes = self._predicted(inputs), self.data["classes"]
+        sets = None if self.covering is None else self.covering.sets(found)
         for i, name in enumerate(names):
-            best = int(probs[i].argmax())
+            best = int(found.predicted_class[i])
             row = {
                 "input": name,
-                "class": self.data["classes"][best],
-                "probability": float(probs[i, best]),
-                "epistemic": float(epistemic[i]),
-                "aleatoric": float(aleatoric[i]),
-                "draws": int(used[i]),
+                "class": classes[best],
+                "probability": float(found.probs[i, best]),
+                "epistemic": float(found.mutual_information[i]),
+                "aleatoric": float(found.expected_entropy[i]),
+                "draws": int(found.draws_used[i]),
             }
+            if sets is not None:
+                likely = found.probs[i].argsort(descending=True).tolist()
+                row["set"] = [classes[c] for c in likely if sets[i, c]]
             yield row | ({} if self.threshold is None else {"refer": not row["probability"] >= self.threshold})
 
     def _value_rows(self, names: list[str], inputs: Tensor) -> Iterator[dict[str, Any]]:
         mean = torch.tensor(self.preparation.target_mean, dtype=torch.float64)
         std = torch.tensor(self.preparation.target_std, dtype=torch.float64)
         noise = float(getattr(self.likelihood, "precision")) ** -0.5  # noqa: B009  only Gaussian has one
-        if self.taken is not None:
-            found = predict(self.model, inputs, self._draws, tolerance=self.tolerance, likelihood=self.likelihood)
-            middle, epistemic, used = found.mean, found.epistemic_variance.clamp_min(0).sqrt(), found.draws_used
-        else:
-            middle = plain_outputs(self.model, inputs)
-            epistemic, used = torch.zeros_like(middle), torch.ones(len(middle), dtype=torch.int64)
+        found = self._predicted(inputs)
+        bounds = () if self.covering is None else zip(("low", "high"), self.covering.interval(found), strict=True)
+        named = {"mean": found.mean, **dict(bounds)}
+        epistemic = found.epistemic_variance.clamp_min(0).sqrt()
         for i, name in enumerate(names):
             row: dict[str, Any] = {"input": name}
             for d, target in enumerate(self.data["classes"]):
                 label = "" if len(self.data["classes"]) == 1 else f"{target}_"
-                row[f"{label}mean"] = float(middle[i, d].double() * std[d] + mean[d])
+                row |= {
+                    f"{label}{what}": float(value[i, d].double() * std[d] + mean[d]) for what, value in named.items()
+                }
                 row[f"{label}epistemic"] = float(epistemic[i, d].double() * std[d])
                 row[f"{label}aleatoric"] = noise * float(std[d])
-            yield row | {"draws": int(used[i])}
+            yield row | {"draws": int(found.draws_used[i])}
 
     def _images(self, files: Sequence[Path]) -> Iterator[tuple[str, Path]]:
         for file in files:
