@@ -225,10 +225,11 @@ def test_the_pass_that_is_counted_is_not_run_again():
 
     model = Watched(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 3)).eval()
     pb.patch_(model, pb.ECMP(3, jitter=0.5))
-    x, draws = torch.randn(3, 4), pb.Draws.sample(model, 5)
+    x, draws = torch.randn(3, 4), pb.Draws.sample(model, 70)
     mine = pb.predict(model, x, draws)
     assert mine.plan.engine == "loop"
-    assert len(passes) == 5
+    assert len(passes) == 70
+    assert forms_of(model)[0].work is not None
     torch.testing.assert_close(mine.log_probs, pb.predict(model, x, draws, engine="loop").log_probs)
 
 
@@ -243,6 +244,16 @@ def test_calls_that_do_not_pay_go_through_the_loop_until_they_do():
     assert "would not pay" in pb.predict(small(), x, 20).plan.fallback
     many = pb.predict(small(), [x] * 2000, 20)
     assert many.plan.engine == "graph"
+
+
+def test_few_passes_of_a_small_network_are_not_even_counted():
+    model, x = small(), torch.rand(3, 1, 8, 8)
+    for calls in range(1, 4):
+        assert pb.predict(model, x, pb.Draws.sample(model, 20)).plan.engine == "loop"
+        (form,) = forms_of(model)
+        assert form.passes == 20 * calls
+        assert (form.work is None) == (form.passes < 60)
+    assert form.spent > 0
 
 
 def small():

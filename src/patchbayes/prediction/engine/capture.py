@@ -4,7 +4,6 @@ import contextlib
 import copy
 import operator
 import threading
-import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -78,7 +77,6 @@ class Capture:
     spec      the structure of the network's output, of which `outputs` are the leaves (nodes or constants).
     shapes    of each tensor argument, its sizes: a number where the graph holds for that alone, None where for any.
     guards    what the sizes must fulfil besides, since `forward` looked at them.
-    seconds   what capturing took.
     """
 
     graph: fx.Graph
@@ -87,7 +85,6 @@ class Capture:
     spec: TreeSpec
     shapes: list[tuple[int | None, ...] | None]
     guards: "Guards"
-    seconds: float
     attributes: dict[str, Any] = field(default_factory=dict)
 
     def fits(self, leaves: list[Any]) -> bool:
@@ -177,7 +174,6 @@ def capture(
     drawn     example tensors of what is drawn for the sites; `drawing` is the context that holds them.
     dynamic   for the leaves of the arguments, the dimensions whose size may be another one in the next call.
     """
-    began = time.perf_counter()
     leaves, spec = tree_flatten(arguments)
     sizes = [
         {axis: _DYNAMIC if axis in dynamic.get(place, ()) else _STATIC for axis in range(leaf.dim())}
@@ -200,9 +196,7 @@ def capture(
         raise
     except Exception as error:
         raise NotCapturable(_first_line(error)) from error
-    made = _read(program, model, leaves, list(drawn))
-    made.seconds = time.perf_counter() - began
-    return made
+    return _read(program, model, leaves, list(drawn))
 
 
 @contextlib.contextmanager
@@ -309,7 +303,7 @@ def _read(program: Any, model: nn.Module, leaves: list[Any], keys: list[tuple[in
         n.target: operator.attrgetter(n.target)(program.graph_module) for n in graph.nodes if n.op == "get_attr"
     }
     spec = program.call_spec.out_spec
-    return Capture(graph, sources, outputs, spec, shapes, guards, 0.0, attributes)
+    return Capture(graph, sources, outputs, spec, shapes, guards, attributes)
 
 
 def _guards(inputs: list[Any]) -> Guards:

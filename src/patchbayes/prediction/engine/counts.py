@@ -105,6 +105,12 @@ _RULES: dict[str, Any] = {
 }
 
 
+@functools.lru_cache(maxsize=1024)
+def _known(func: Any) -> tuple[Any, bool]:
+    """The rule for the flops of an operation, if it has one, and whether it is a view."""
+    return _RULES.get(func.__name__.partition(".")[0]), func.is_view
+
+
 def together(average_bytes: float, peak_bytes: float, limit: int) -> int:
     """How many draws of a stage to run at once, when an operation makes `average_bytes` for one draw, and all of them
     together need at most `peak_bytes`: 1 (one after the other) or at least 8."""
@@ -129,11 +135,11 @@ class Work(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         self.operations += 1
-        rule = _RULES.get(func.__name__.partition(".")[0])
+        rule, is_view = _known(func)
         if rule is not None:
             first = made[0] if isinstance(made, tuple) else made
             self.flops += int(rule(first.numel(), _shapes(args)))
-        if not func.is_view:
+        if not is_view:
             tensors = made if isinstance(made, tuple | list) else (made,)
             self.bytes += sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
         return made

@@ -4,6 +4,7 @@ Whatever cannot be captured goes through the loop, with the reason in the plan; 
 capturing. Nothing is stored on the network, and nothing global is changed.
 """
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -34,6 +35,8 @@ _HELD = 8 * 2**20  # bytes of values on their way from stage to stage, and so ma
 _FEW = 16  # are run one after the other
 _PICKING = 2_000  # flops that drawing one element of a head costs
 _KEPT = 0.5  # of the memory limit, for the weights of draws
+_MANY_PASSES = 60  # counting a pass costs up to five of a small network
+_LIGHT = 1e10  # numbers of a batch times parameters
 _MOST_ITINERARIES = 8  # of different draws that are remembered for a captured network
 _MOST_CAPTURES = 4  # for different sizes of one form of call
 
@@ -181,6 +184,7 @@ class Engine:
     def _capture(self, form: Form, leaves: list[Any], spec: Any) -> Network | None:
         if form.reason is not None:
             return None
+        began = time.perf_counter()
         if len(form.networks) >= _MOST_CAPTURES:
             form.networks.pop(0)
         with torch.inference_mode(False), torch.no_grad():
@@ -196,7 +200,7 @@ class Engine:
                 return None
         network = Network(made, example)
         form.networks.append(network)
-        self.plan.capture_seconds = made.seconds
+        self.plan.capture_seconds = time.perf_counter() - began
         return network
 
     def _captured_for(self, example: list[Any], spec: Any, dynamic: dict[int, set[int]]) -> Capture:
@@ -215,19 +219,29 @@ class Engine:
         self, form: Form, inputs: Any, leaves: list[Any], examples: Tensor, output: Callable[[Any], Tensor]
     ) -> bool:
         """Whether loops of this form of call, this one and those before it, cost what capturing costs."""
+        draws, later = len(self.draws), len(self.draws) * (self.batches - 1)
+        form.passes += draws
+        if form.work is None and self._is_light(leaves, form.passes + later):
+            return False
+        counted = form.work is not None
         work, size = self._work(form, inputs, examples, output), numbers(leaves)
-        this = work.seconds(size) * len(self.draws)
-        form.spent += this
-        return form.spent + this * (self.batches - 1) > work.seconds_of_capture
+        form.spent += work.seconds(size) * (draws if counted else form.passes)
+        return form.spent + work.seconds(size) * later > work.seconds_of_capture
 
     def _pays_alone(self, inputs: Any, examples: Tensor, output: Callable[[Any], Tensor]) -> bool:
         """Whether this call alone, with all its batches, would cost by the loop what capturing costs."""
         arguments = _arguments(inputs)
-        if _refused(self.model, self.network) is not None:
+        leaves, passes = tree_flatten(arguments)[0], len(self.draws) * self.batches
+        if _refused(self.model, self.network) is not None or self._is_light(leaves, passes):
             return False
         work = self._work(form_of(self.model, arguments), inputs, examples, output)
-        this = work.seconds(numbers(tree_flatten(arguments)[0])) * len(self.draws)
-        return this * self.batches > work.seconds_of_capture
+        return work.seconds(numbers(leaves)) * passes > work.seconds_of_capture
+
+    def _is_light(self, leaves: list[Any], passes: int) -> bool:
+        """Whether so few passes of so small a network pay for no capture, and not even for counting what a pass does."""
+        if passes >= _MANY_PASSES:
+            return False
+        return numbers(leaves) * sum(parameter.numel() for parameter in self.model.parameters()) < _LIGHT
 
     def _work(self, form: Form, inputs: Any, examples: Tensor, output: Callable[[Any], Tensor]) -> Work:
         """What one draw by the loop does: counted once, by running it. A loop that follows does not run it again."""

@@ -25,12 +25,14 @@ class Form:
     networks   captures that hold for different sizes of the arguments.
     reason     why the network cannot be captured, where it cannot.
     work       what one draw by the loop does; `spent`: seconds of loops so far. Both are counted, not measured.
+    passes     of loops so far.
     """
 
     networks: list[Any] = field(default_factory=list)
     reason: str | None = None
     work: Work | None = None
     spent: float = 0.0
+    passes: int = 0
     dynamic: dict[int, set[int]] = field(default_factory=dict)
 
 
