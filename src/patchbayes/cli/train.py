@@ -93,6 +93,9 @@ def train(
         typer.Option("--settings", help="List all settings, and leave.", is_eager=True, callback=_list_settings),
     ] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")] = False,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Then fit spread and temperature to the held-out part (calibrate_).")
+    ] = False,
     trust_code: TrustCode = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the last row of metrics as JSON.")] = False,
@@ -108,6 +111,7 @@ def train(
     patchbayes train runs/emp --data cifar100 --model cifar_resnet20 --method "emp(5, jitter=0.3)" --set warmup=1
     patchbayes train runs/ecmp --resume
     """
+    from ..bayesianizing.run import calibrate_run
     from ..errors import PatchbayesError
     from ..runs import RunFolder, TrainingConfig
     from ..runs import train as train_network
@@ -136,6 +140,7 @@ def train(
         raise typer.BadParameter(f"give {' and '.join(missing)}.")
     settings_of_run = TrainingConfig.from_json(chosen)
     run = train_network(settings_of_run, folder, resume=resume, quiet=quiet, trust_code=True, say=tell)
+    calibrated = calibrate_run(run) if calibrate else None
     history = run.history()
     if as_json:
         show_json({"folder": str(folder), **(history[-1] if history else {})})
@@ -145,6 +150,8 @@ def train(
         f"{key.replace('_', ' ')} {value:.4g}" for key, value in last.items() if key.startswith("held_out")
     )
     show(f"{folder}: after epoch {last.get('epoch', 0)}{', ' + scores if scores else ''}")
+    if calibrated is not None:
+        show(f"calibrated {calibrated}")
     show(f"next: patchbayes evaluate {shlex.quote(str(folder))}")
 
 
