@@ -26,8 +26,8 @@ from ..views import Views, as_views
 from .held_out import HeldOut, Select, to_device
 from .report import CalibrationReport, Scores
 from .score import Average, best_temperature, check_scored, scores
-from .spread import Learned, SpreadSearch, Tried, relative_spread, rigid_sites, scalable_sites
-from .tries import Tries
+from .spread import Learned, SpreadSearch, relative_spread, rigid_sites, scalable_sites
+from .tries import Tried, Tries
 
 #: Examples in a batch.
 BATCH = 64

@@ -6,6 +6,7 @@ from .plan import Plan
 from .predict import Predictor, predict, predict_batches
 from .prediction import Prediction, PredictiveCheck
 from .regression import HeteroscedasticPrediction, MeanPrediction, RegressionPrediction
+from .viewing import split_information
 
 __all__ = [
     "ClassPrediction",
@@ -19,4 +20,5 @@ __all__ = [
     "RegressionPrediction",
     "predict",
     "predict_batches",
+    "split_information",
 ]
