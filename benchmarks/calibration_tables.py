@@ -103,7 +103,7 @@ def shift(record: dict[str, Any]) -> str:
         found = cell["found"]
         for name, scores in found["corrupted"].items():
             means = [statistics.fmean(scores[kind]) for kind in kinds]
-            gain = _gain(found) if name == "bayesianize_" else ""
+            gain = _gain(found["gains"][name]) if name != "temperature scaling" else ""
             lines.append(
                 f"| {_NETWORKS[cell['network']]} | {name} | {found['clean'][name]['nll']:.3f} "
                 f"| {' | '.join(f'{mean:.3f}' for mean in means)} | {statistics.fmean(means):.3f} | {gain} |"
