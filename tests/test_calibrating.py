@@ -430,6 +430,7 @@ def test_every_keyword_changes_the_result() -> None:
     assert bayesianize_(examples=200)[-1] == 200
     assert bayesianize_(likelihood=Categorical(ignore_index=0)) != usual
     assert bayesianize_(seed=1) != usual
+    assert bayesianize_(tolerance=0.05) != usual
     assert bayesianize_(select=lambda batch: (batch[0].flip(0), batch[1])) != usual
     assert bayesianize_(output=lambda logits: 2 * logits) != usual
     assert bayesianize_(looker(), images) != bayesianize_(looker(), images, views=mirror)
