@@ -41,6 +41,7 @@ from torch import Tensor, nn
 
 import patchbayes as pb
 from patchbayes import metrics, nets, views
+from patchbayes.bayesianizing.score import Average, raised_temperature
 from patchbayes.cli import demo_study
 from patchbayes.data import read
 from patchbayes.data.small_images import SMALL_CORRUPTIONS, SMALL_SEVERITIES, corrupt_small
@@ -50,6 +51,7 @@ BATCH, DRAWS, POOL, TRAINING = 64, 20, 5000, 5000
 #: The trained small_resnet is kept here between runs.
 KEPT = RESULTS.parent / "build" / "calibration_fashion.safetensors"
 DATA = (50, 100, 300, 1000, 3000)
+TOLERANCE = 0.01
 BUDGETS = (10_000, 40_000, 400_000)
 COSTS = (1.05, 1.2, 1.5, 3.0, 20.0)
 
@@ -176,7 +178,7 @@ def cost_curve(subject: Subject, seed: int, scored: int) -> list[dict[str, Any]]
             rows.append({"title": f"{DRAWS} draws", "passes_allowed": cost, "refused": str(error).splitlines()[0]})
             continue
         plan = pb.predict(model, x[:BATCH], DRAWS, engine="graph").plan  # what many predictions come to
-        found = compared(log_probs(model, x, DRAWS), plain, targets) | {"passes_counted": DRAWS * plan.work}
+        found = compared(log_probs(model, x, DRAWS), plain, targets) | {"passes_counted": plan.num_draws * plan.work}
         rows.append({"title": f"{DRAWS} draws", "passes_allowed": cost, **found, **how})
     for seen, passes in ((views.mirror, 2), (views.shifts(), 10)) if x.dim() == 4 else ():
         found = log_probs(scaled(subject, 1500, seen), x, "mean", seen)
@@ -200,33 +202,51 @@ def shift_curve(subject: Subject, seed: int, scored: int) -> dict[str, Any]:
     """NLL under corruption; how well scores tell unfamiliar images from familiar ones, and errors from right answers."""
     raw, targets = subject.scored(scored)
     plain, (model, how) = scaled(subject, 1500), made(subject, 1500, seed)
-    ways = {
-        "original": lambda x: log_probs(subject_model, x, "mean"),
+    own = copy.deepcopy(subject.network)
+    ways: dict[str, Callable[[Tensor], Tensor]] = {
+        "original": lambda x: log_probs(own, x, "mean"),
         "temperature scaling": lambda x: log_probs(plain, x, "mean"),
         "bayesianize_": lambda x: log_probs(model, x, DRAWS),
     }
-    subject_model = copy.deepcopy(subject.network)
-    clean = {name: row(way(subject.inputs(raw)), targets) for name, way in ways.items()}
-    corrupted: dict[str, dict[str, list[float]]] = {name: {} for name in ways}
-    gains: list[Tensor] = []
+    cautious = {name: _raised(subject, ways[name]) for name in ("temperature scaling", "bayesianize_")}
+
+    def answers(x: Tensor) -> dict[str, Tensor]:
+        found = {name: way(x) for name, way in ways.items()}
+        more = {_within(name): metrics.apply_temperature(found[name], factor) for name, factor in cautious.items()}
+        return found | more
+
+    clean = {name: row(values, targets) for name, values in answers(subject.inputs(raw)).items()}
+    corrupted: dict[str, dict[str, list[float]]] = {name: {} for name in clean}
+    gains: dict[str, list[Tensor]] = {name: [] for name in clean}
     for kind in SMALL_CORRUPTIONS:
         for severity in SMALL_SEVERITIES:
-            x = subject.inputs(corrupt_small(raw, kind, severity))
-            found = {name: way(x) for name, way in ways.items()}
+            found = answers(subject.inputs(corrupt_small(raw, kind, severity)))
+            right = {name: values[torch.arange(len(targets)), targets].double() for name, values in found.items()}
             for name, values in found.items():
                 corrupted[name].setdefault(kind, []).append(metrics.nll(values, targets))
-            both = torch.stack([found["bayesianize_"], found["temperature scaling"]])
-            each = both[:, torch.arange(len(targets)), targets].double()
-            gains.append(each[0] - each[1])
-    gain = torch.stack(gains).mean(0)  # of every image, over its corruptions
+                gains[name].append(right[name] - right["temperature scaling"])
+    each = {name: torch.stack(some).mean(0) for name, some in gains.items()}  # of every image, over its corruptions
     return {
         "clean": clean,
         "corrupted": corrupted,
-        "gain": float(gain.mean()),
-        "gain_error": float(gain.std() / math.sqrt(len(gain))),
+        "gains": {
+            name: {"gain": float(gain.mean()), "gain_error": float(gain.std() / math.sqrt(len(gain)))}
+            for name, gain in each.items()
+        },
         "telling": _telling(subject, plain, model, raw, targets),
         **how,
     }
+
+
+def _within(name: str) -> str:
+    return f"{name}, tolerance {TOLERANCE:g}"
+
+
+def _raised(subject: Subject, way: Callable[[Tensor], Tensor]) -> float:
+    """By what a temperature is multiplied with a tolerance, as `calibrate_` does it, on the same held-out examples."""
+    held_out = subject.held_out(1500)
+    averages = [Average("classes", (way(x),), None) for x, _ in held_out]
+    return raised_temperature(averages, [y for _, y in held_out], 1.0, TOLERANCE)
 
 
 def _telling(subject: Subject, plain: nn.Module, model: nn.Module, raw: Tensor, targets: Tensor) -> dict[str, Any]:

@@ -60,19 +60,17 @@ def cost(record: dict[str, Any]) -> str:
     """Quality against what all draws may cost."""
     cells = _cells(record, "cost")
     lines = [
-        "| network | | passes allowed | passes counted | NLL | gain on temperature scaling |",
+        "| network | | passes allowed | NLL | gain on temperature scaling | chosen |",
         "|---|---|---|---|---|---|",
     ]
     for cell in cells:
         for row in cell["found"]:
             where = f"| {_NETWORKS[cell['network']]} | {row['title']} | {row['passes_allowed']:g} "
             if "refused" in row:
-                lines.append(f"{where}| | refused: the last layer alone costs more | |")
+                lines.append(f"{where}| refused: the last layer alone costs more | | |")
                 continue
-            counted = f"{row['passes_counted']:.2f}" if "passes_counted" in row else f"{row['passes_allowed']:g}"
-            lines.append(f"{where}| {counted} | {row['nll']:.4f} | {_gain(row)} |")
-    text = "Counted: multiplications of all draws in those of one pass of the unpatched network."
-    return "\n".join([*lines, "", f"{text} {_measured(record, cells)}"])
+            lines.append(f"{where}| {row['nll']:.4f} | {_gain(row)} | {row.get('chosen', '')} |")
+    return "\n".join([*lines, "", _measured(record, cells)])
 
 
 def views(record: dict[str, Any]) -> str:
@@ -103,7 +101,7 @@ def shift(record: dict[str, Any]) -> str:
         found = cell["found"]
         for name, scores in found["corrupted"].items():
             means = [statistics.fmean(scores[kind]) for kind in kinds]
-            gain = _gain(found) if name == "bayesianize_" else ""
+            gain = _gain(found["gains"][name]) if name != "temperature scaling" else ""
             lines.append(
                 f"| {_NETWORKS[cell['network']]} | {name} | {found['clean'][name]['nll']:.3f} "
                 f"| {' | '.join(f'{mean:.3f}' for mean in means)} | {statistics.fmean(means):.3f} | {gain} |"

@@ -232,6 +232,41 @@ def test_many_norms_are_the_sites() -> None:
     assert list(pb.patched_sites(few)) == ["0.0", "1"]
 
 
+def test_a_tolerance_is_given_up_for_caution() -> None:
+    net, x = classifier(scale=2.0), inputs(600)
+    y = labels_from(torch.softmax(net(x) / 2, -1).detach())
+    usual, cautious = copy.deepcopy(net), copy.deepcopy(net)
+    best = pb.calibrate_(usual, batches(x, y))
+    raised = pb.calibrate_(cautious, batches(x, y), tolerance=0.02)
+    assert raised.mean_temperature > 1.1 * best.mean_temperature
+    assert raised.temperature == raised.mean_temperature
+    assert best.after.nll + 0.018 < raised.after.nll < best.after.nll + 0.0201
+    drawn = copy.deepcopy(net)
+    pb.patch_(drawn, Spread(size=0.1), "all")
+    again = copy.deepcopy(drawn)
+    first = pb.calibrate_(drawn, batches(x, y), spread="keep")
+    second = pb.calibrate_(again, batches(x, y), spread="keep", tolerance=0.02)
+    assert second.temperature > first.temperature
+    assert second.chosen == first.chosen
+    for given in (-0.1, math.inf, True, "much"):
+        with pytest.raises(PatchbayesError, match="tolerance"):
+            pb.calibrate_(net, batches(x, y), tolerance=given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_few_held_out_examples_do_not_make_it_much_worse(seed: int) -> None:
+    """What looks better on 50 or 100 examples must do so clearly: on fresh data it is not behind the temperature alone."""
+    net, x = normed(3), inputs(3000, seed)
+    with torch.no_grad():
+        net[3].weight.mul_(6)
+        y = labels_from(torch.softmax(net(x), -1), seed)
+    for number in (50, 100):
+        scaled, drawn = copy.deepcopy(net), copy.deepcopy(net)
+        pb.calibrate_(scaled, batches(x[:number], y[:number]))
+        pb.bayesianize_(drawn, batches(x[:number], y[:number]), budget=8000, seed=seed)
+        assert nll(drawn, x[1000:], y[1000:]) < nll(scaled, x[1000:], y[1000:]) + 0.01
+
+
 @pytest.mark.parametrize("seed", [0, 1])
 def test_of_several_sets_of_layers_the_held_out_data_choose_the_better(seed: int) -> None:
     net, x = normed(3), inputs(400, seed)
@@ -395,6 +430,7 @@ def test_every_keyword_changes_the_result() -> None:
     assert bayesianize_(examples=200)[-1] == 200
     assert bayesianize_(likelihood=Categorical(ignore_index=0)) != usual
     assert bayesianize_(seed=1) != usual
+    assert bayesianize_(tolerance=0.05) != usual
     assert bayesianize_(select=lambda batch: (batch[0].flip(0), batch[1])) != usual
     assert bayesianize_(output=lambda logits: 2 * logits) != usual
     assert bayesianize_(looker(), images) != bayesianize_(looker(), images, views=mirror)

@@ -13,6 +13,8 @@ from command_line import command
 from patchbayes.bayesianizing.spread import SpreadSearch
 from patchbayes.errors import PatchbayesError
 from patchbayes.nets import small_cnn
+from patchbayes.patching.network import network_of
+from patchbayes.runs import RunFolder
 
 
 class Killed(BaseException):
@@ -107,3 +109,20 @@ def test_the_command_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sc
     for found in (resumed, whole):
         del found["folder"], found["seconds"]
     assert resumed == whole
+
+
+def test_training_can_end_with_a_calibration(tmp_path: Path) -> None:
+    line = "train --data digits --model small_cnn --method ecmp(2,jitter=0.3) --epochs 2 --quiet --calibrate"
+    said = command(line, tmp_path / "run").out
+    assert "calibrated on 90 held-out examples" in said
+    network = RunFolder.open(tmp_path / "run").model()
+    found = json.loads((tmp_path / "run" / "calibration.json").read_text())
+    assert found["report"] in said
+    assert float(network_of(network).likelihood.mean_temperature) != 1.0
+    before = (tmp_path / "run" / "best.safetensors").read_bytes()
+    command(f"train {tmp_path / 'run'} --resume --calibrate --quiet")  # nothing is left to do
+    assert (tmp_path / "run" / "best.safetensors").read_bytes() == before
+    refused = command(
+        "train --data digits --model small_cnn --method vanilla --epochs 1 --calibrate", tmp_path / "plain", code=1
+    )
+    assert "expected a patched network of classes" in refused.err

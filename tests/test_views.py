@@ -7,6 +7,7 @@ from torch import nn
 import patchbayes as pb
 from patchbayes.errors import PatchbayesError
 from patchbayes.posteriors import Spread
+from patchbayes.prediction import split_information
 from patchbayes.views import Views, crops, mirror, shifts
 
 
@@ -60,6 +61,22 @@ def test_each_draw_sees_its_view(engine) -> None:  # type: ignore[no-untyped-def
     assert prediction.num_draws == 20
     answer = pb.Predictor(net, draws, views=mirror)(X)
     assert torch.allclose(answer.exp(), expected, atol=1e-6)
+
+
+def test_uncertainty_splits_into_views_and_draws() -> None:
+    net = network()
+    pb.patch_(net, Spread(size=0.3), "all")
+    prediction = pb.predict(net, X, 20, views=mirror, keep_draws=True)
+    parts = split_information(prediction, mirror)
+    assert torch.allclose(parts["views"] + parts["draws"], prediction.mutual_information, atol=1e-5)
+    assert bool((parts["draws"] > 0).all())
+    symmetric = X + X.flip(-1)  # both views are the same: what is left of their part is the noise of ten draws
+    same = split_information(pb.predict(net, symmetric, 400, views=mirror, keep_draws=True), mirror)
+    assert float(same["views"].max()) < 0.1 * float(same["draws"].min())
+    with pytest.raises(PatchbayesError, match="keep_draws=True"):
+        split_information(pb.predict(net, X, 20, views=mirror), mirror)
+    with pytest.raises(PatchbayesError, match="10 draws on 10 views"):
+        split_information(pb.predict(net, X, 10, views=shifts(), keep_draws=True), shifts())
 
 
 def test_a_network_without_draws_takes_a_pass_for_each_view() -> None:

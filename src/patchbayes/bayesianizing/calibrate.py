@@ -26,9 +26,10 @@ from ..prior import Prior
 from ..views import Views, as_views
 from .held_out import HeldOut, Select, select_for, to_device
 from .report import CalibrationReport, Scores
-from .score import Average, best_temperature, check_scored, scores
-from .spread import Learned, SpreadSearch, Tried, relative_spread, rigid_sites, scalable_sites
-from .tries import Tries
+from .restoring import contents, put_back, restored_on_error
+from .score import Average, best_temperature, check_scored, raised_temperature, scores
+from .spread import Learned, SpreadSearch, relative_spread, rigid_sites, scalable_sites
+from .tries import Tried, Tries
 
 #: Examples in a batch.
 BATCH = 64
@@ -36,8 +37,9 @@ BATCH = 64
 _AWAY, _MOST_AWAY, _FEW = 0.3, 1000, 100
 #: Numbers that learning fits beyond the temperature: the NLL on the N examples that fitted them is too low by this over N.
 _FITTED = 4
-#: Standard errors by which the draws must be ahead of the temperature alone on the examples that judge.
-_CAUTION = 0.5
+#: Standard errors by which the draws must be ahead of the temperature alone on the examples that judge: at least, and where
+#: they are few or have learned too; so many examples ask for one.
+_CAUTION, _MOST_CAUTION, _ONE_ERROR = 0.5, 2.0, 100
 
 
 def calibrate_(
@@ -53,6 +55,7 @@ def calibrate_(
     select: Select | None = None,
     output: Callable[[Any], Tensor] | None = None,
     views: Views | Callable[[Any, torch.Generator], Any] | None = None,
+    tolerance: float = 0.0,
     progress: Callable[[str, float], None] | None = None,
 ) -> CalibrationReport:
     """Fit the spread of a patched network's draws, and the temperature of their average, to held-out data; in place.
@@ -63,8 +66,9 @@ def calibrate_(
     3. The averaged prediction gets its own temperature, shrunk towards 1 where examples are few: spread and softened draws
        can only make a network more cautious.
     4. Where the result is no better than temperature scaling (on examples that were kept away from learning by half a standard
-       error, and on all of them by more than fitting a few numbers gives for nothing), the spread that the network had is
-       tried; where that is no better either, spread becomes 0 and the report says so.
+       error, by up to two where they are few, and on all of them by more than fitting a few numbers gives for nothing), the
+       spread that the network had is tried; where that is no better either, spread becomes 0 and the report says so.
+    5. With a `tolerance`, the temperatures are then raised as far as that allows.
 
     A network without patches gets its temperature alone: `predict`, `save` and `load_` then know it as a network without sites.
     The temperatures live in the network's likelihood, which `predict` uses and `save` keeps.
@@ -80,20 +84,21 @@ def calibrate_(
     output     network output -> tensor, for networks that return something else (`.logits` and ["logits"] are found).
     views      as in `predict`, which must then be given the same: the draws are calibrated on their views, and the rival is the
                mean network averaged over the same views, with a temperature.
+    tolerance  NLL on held-out data, in nats, that is given up for caution: under shift every network is too sure of itself, and
+               0.01 here buys much there.
     progress   called with the stage and the seconds left of it; by default a line on a terminal.
 
     Ctrl-C while learning keeps the best until then. After any other error the network is as it was.
     """
-    check_numbers(draws, budget, examples)
+    check_numbers(draws, budget, examples, tolerance)
     if spread not in ("learn", "keep"):
         raise PatchbayesError(f'calibrate_(spread={spread!r}): expected "learn" or "keep".')
     generator = torch.Generator().manual_seed(seed)
     chosen = HeldOut.read(held_out, examples, BATCH, generator, select or select_for(model))
     with with_record(model) as (root, network), restored_on_error(network), shown(progress) as tell:
         likelihood = checked_likelihood(likelihood or network.likelihood)
-        return Calibration(root, network, chosen, likelihood, draws, budget, output or as_tensor, tell, views).run(
-            spread
-        )
+        calibration = Calibration(root, network, chosen, likelihood, draws, budget, output or as_tensor, tell, views)
+        return calibration.run(spread, tolerance)
 
 
 class Calibration:
@@ -119,7 +124,7 @@ class Calibration:
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.targets = [targets.to(self.device) for targets in held_out.targets]
         self.layers, self.tries, self.looked = layers, tries, list[Tried]()
-        self.plain: list[Average] = []
+        self.plain, self.averages = list[Average](), list[Average]()
         self.passes = self.scoring_passes = self.away = 0
         self.seconds: dict[str, float] = {}
         self._clock = time.perf_counter()
@@ -147,7 +152,7 @@ class Calibration:
         self.rival, self.away = scores(self.plain, self.targets, temperature), self._kept_away()
         return temperature
 
-    def run(self, spread: Literal["learn", "keep"]) -> CalibrationReport:
+    def run(self, spread: Literal["learn", "keep"], tolerance: float = 0.0) -> CalibrationReport:
         likelihood, number = self.likelihood, len(self.held_out)
         mean_temperature = self._scale_mean()
         before, scaled = (Scores.of(self.plain, self.targets, t) for t in (1.0, mean_temperature))
@@ -167,6 +172,11 @@ class Calibration:
         if result.kind == "none" and not rigid_sites(self.network):
             result.factors = dict.fromkeys(sites, 0.0)
             self._scale(result.factors)
+        if tolerance and (self.averages or result.kind == "none"):
+            mean_temperature = raised_temperature(self.plain, self.targets, mean_temperature, tolerance)
+            averages = self.plain if result.kind == "none" else self.averages
+            result.temperature = raised_temperature(averages, self.targets, result.temperature, tolerance)
+            result.scores = Scores.of(averages, self.targets, result.temperature)
         self._lap("scores")
         likelihood.set_temperature_(
             result.temperature, mean_temperature=mean_temperature, draw_temperature=result.draw_temperature
@@ -218,6 +228,7 @@ class Calibration:
         if averages is None:
             nll, temperature = min(one.nll for one in found.tried), math.exp(found.log_temperature)
             return Result(kind, factors, temperature, Scores(nll), draw_temperature=softened, interrupted=True)
+        self.averages = averages
         temperature = best_temperature(averages, self.targets)
         gain, error, worth = self._gain(averages, temperature, _FITTED if kind == "learned" else 1)
         scored = Scores.of(averages, self.targets, temperature)
@@ -305,7 +316,8 @@ class Calibration:
         gains = scores(averages, self.targets, temperature) - self.rival
         judged = gains[: sum(len(targets) for targets in self.targets[: self.away])] if self.away else gains
         error = float(judged.std() / math.sqrt(len(judged))) if len(judged) > 1 else math.inf
-        worth = float(gains.mean()) > fitted / len(gains) and float(judged.mean()) > _CAUTION * error
+        caution = max(_CAUTION, math.sqrt(_ONE_ERROR / len(judged))) if self.away else _MOST_CAUTION
+        worth = float(gains.mean()) > fitted / len(gains) and float(judged.mean()) > min(caution, _MOST_CAUTION) * error
         return float(judged.mean()), error, worth
 
     def _kept_away(self) -> int:
@@ -340,30 +352,6 @@ class Result:
     interrupted: bool = False
 
 
-def contents(network: PatchedNetwork) -> list[tuple[Tensor, Tensor]]:
-    """Everything that fitting may change, with a copy of it."""
-    held: list[Tensor] = [p for site in network.sites for p in site.parameters().values()]
-    return [(tensor, tensor.detach().clone()) for tensor in [*held, *network.likelihood.buffers()]]
-
-
-@torch.no_grad()
-def put_back(held: list[tuple[Tensor, Tensor]]) -> None:
-    for tensor, value in held:
-        tensor.copy_(value)
-
-
-@contextlib.contextmanager
-def restored_on_error(network: PatchedNetwork) -> Iterator[None]:
-    """If the block fails, what the posteriors hold and the likelihood are as they were."""
-    held, likelihood = contents(network), network.likelihood
-    try:
-        yield
-    except BaseException:
-        put_back(held)
-        network.likelihood = likelihood
-        raise
-
-
 @contextlib.contextmanager
 def shown(progress: Callable[[str, float], None] | None) -> Iterator[Callable[[str, float], None]]:
     """Where progress is told: to the given function, or on a terminal, or nowhere."""
@@ -376,8 +364,10 @@ def shown(progress: Callable[[str, float], None] | None) -> Iterator[Callable[[s
         print("\r" + " " * 48 + "\r", end="", file=sys.stderr, flush=True)
 
 
-def check_numbers(draws: int, budget: int, examples: int) -> None:
-    """Refuse numbers of draws, passes and examples that are none."""
+def check_numbers(draws: int, budget: int, examples: int, tolerance: float) -> None:
+    """Refuse numbers of draws, passes and examples, and a tolerance, that are none."""
+    if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not 0 <= tolerance < math.inf:
+        raise PatchbayesError(f"calibrate_(tolerance={tolerance!r}): expected a finite number of at least 0.")
     for name, value in (("draws", draws), ("budget", budget), ("examples", examples)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise PatchbayesError(f"calibrate_({name}={value!r}): expected a whole number of at least 1.")

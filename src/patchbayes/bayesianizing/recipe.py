@@ -44,6 +44,7 @@ def bayesianize_(
     select: Select | None = None,
     output: Callable[[Any], Tensor] | None = None,
     views: Views | Callable[[Any, torch.Generator], Any] | None = None,
+    tolerance: float = 0.0,
     progress: Callable[[str, float], None] | None = None,
     keep_tries: Path | None = None,
 ) -> BayesianizeReport:
@@ -60,8 +61,8 @@ def bayesianize_(
                   as many as stay within a tenth of the network or 200 kB. Else as in `patch_`.
     predict_cost  at most so many passes of the unpatched network for all `draws` draws: the sites are then the last layers,
                   since everything before the first of them is computed once for all draws.
-    draws, budget, examples, likelihood, seed, select, output, views, progress   as in `calibrate_`; the likelihood is
-                  Categorical() if not given.
+    draws, budget, examples, likelihood, seed, select, output, views, tolerance, progress   as in `calibrate_`; the likelihood
+                  is Categorical() if not given.
     keep_tries    a file that holds what was tried: the same call, after it was killed, goes on from there, to the same result.
 
     Modes, frozen flags and everything outside the sites come back as they were; after an error or an interruption before
@@ -73,7 +74,7 @@ def bayesianize_(
         raise PatchbayesError(
             "bayesianize_: the network is patched already.\n  do       calibrate_(model, held_out), or unpatch_(model) first."
         )
-    check_numbers(draws, budget, examples)
+    check_numbers(draws, budget, examples, tolerance)
     if predict_cost is not None and sites != "auto":
         raise PatchbayesError("bayesianize_: predict_cost chooses the sites; give one of the two.")
     generator = torch.Generator().manual_seed(seed)
@@ -121,7 +122,7 @@ def bayesianize_(
             report, calibration = patched(best)
             if earlier is not None:
                 calibration.follow(earlier)
-            found = calibration.run("learn")
+            found = calibration.run("learn", tolerance)
     except BaseException:
         if is_patched(model):
             unpatch_(model, keep=0)

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..metrics import accuracy, calibration_bins
 from ..patching.report import PatchReport
 from .score import Average, scores
-from .spread import Tried
+from .tries import Tried
 
 _BAR, _BINS = 30, 5
 

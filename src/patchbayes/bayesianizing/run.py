@@ -1,6 +1,7 @@
-"""A run folder from an ordinary checkpoint: read it, bayesianize it, keep the patches beside a pointer to it."""
+"""A run folder from an ordinary checkpoint, bayesianized; and the calibration of a folder that was trained."""
 
 import dataclasses
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,17 +10,19 @@ from torch import Tensor
 
 from ..data import Dataset, Split, read
 from ..errors import PatchbayesError
-from ..files import making_folder, probe_writing
+from ..files import making_folder, probe_writing, read_json, write_atomically
 from ..nets.named import build_net
 from ..patching.checkpoint import save
+from ..patching.patch import is_patched
 from ..provenance import provenance
 from ..runs.data_record import data_record
 from ..runs.folder import RunFolder
 from ..runs.network import method_label
 from ..runs.ordinary_checkpoint import load_ordinary_, sha256_of
 from ..runs.writing import writing
+from .calibrate import calibrate_
 from .recipe import bayesianize_
-from .report import BayesianizeReport
+from .report import BayesianizeReport, CalibrationReport
 
 
 def bayesianize_checkpoint(
@@ -101,6 +104,35 @@ def bayesianize_checkpoint(
             (temporary / "bayesianize.html").write_text(page(report), encoding="utf-8")
     tried.unlink(missing_ok=True)
     return RunFolder.open(folder, trust_code=True), report
+
+
+def calibrate_run(run: RunFolder, *, draws: int = 20) -> CalibrationReport | None:
+    """Fit spread and temperatures of a trained run's best network to its held-out part (`calibrate_`), in its file.
+
+    calibration.json says what was done, and to which file: what is calibrated already is left alone, and None returned.
+    """
+    best, mark = run.path / "best.safetensors", run.path / "calibration.json"
+    if mark.exists() and read_json(mark).get("sha256") == sha256_of(best):
+        return None
+    dataset, network = run.dataset(), run.model()
+    if dataset.task != "classification" or not is_patched(network) or dataset.held_out is None:
+        raise PatchbayesError(
+            f"train --calibrate: expected a patched network of classes and a held-out part; {run.path} is a "
+            f"{dataset.task} with {method_label(network)}, held-out examples: {len(dataset.held_out or ())}.\n"
+            "  do       leave --calibrate away; `evaluate` fits a temperature to any network of classes."
+        )
+    report = calibrate_(
+        network,
+        PartBatches(dataset, dataset.held_out, 128),
+        draws=draws,
+        likelihood=run.likelihood(),
+        seed=run.training.seed,
+    )
+    with writing(best):
+        save(network, best, whole=True)
+        content = {"sha256": sha256_of(best), "draws": draws, "chosen": report.chosen, "report": str(report)}
+        write_atomically(mark, (json.dumps(content, indent=1) + "\n").encode())
+    return report
 
 
 def _row(report: BayesianizeReport) -> dict[str, Any]:

@@ -120,6 +120,22 @@ def best_temperature(averages: Sequence[Average], targets: Sequence[Tensor]) -> 
     return math.exp(_least(loss, -_RANGE, _RANGE))
 
 
+@torch.no_grad()
+def raised_temperature(
+    averages: Sequence[Average], targets: Sequence[Tensor], temperature: float, tolerance: float
+) -> float:
+    """The highest temperature above the given one whose NLL is above its by no more than the tolerance."""
+    most = -float(scores(averages, targets, temperature).mean()) + tolerance
+    low, high = math.log(temperature), math.log(temperature) + math.log(4.0)
+    while high - low > 1e-3:
+        middle = (low + high) / 2
+        if -float(scores(averages, targets, math.exp(middle)).mean()) <= most:
+            low = middle
+        else:
+            high = middle
+    return math.exp(low)
+
+
 def scores(averages: Sequence[Average], targets: Sequence[Tensor], temperature: float) -> Tensor:
     """The log scores of all examples, (N,) float64."""
     log_temperature = math.log(temperature)

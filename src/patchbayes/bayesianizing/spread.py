@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,7 @@ from ..patching.network import PatchedNetwork, Site
 from ..patching.selection import call, evaluating
 from .held_out import HeldOut, to_device
 from .score import Average, best_temperature, scores
-
-if TYPE_CHECKING:
-    from .tries import Tries
+from .tries import Tried, Tries
 
 #: Steps in the logarithm of the spread: of the first look, and around the best of it; and in the slope over the depth.
 _COARSE, _FINE, _SLOPE = math.log(2.0), math.log(1.4), 1.2
@@ -51,22 +49,6 @@ class ScaledFrame(Frame):
             return value
         mean = site.posterior.mean()[name].detach()
         return mean + factor.to(mean) * (value.detach() - mean)
-
-
-@dataclass(frozen=True)
-class Tried:
-    """A spread that was tried: the logarithm of its level and its slope, and the NLL at the temperatures that fit it best.
-
-    layers   the set of layers that it was tried on, where there were several to choose from.
-    """
-
-    level: float
-    slope: float
-    nll: float
-    draw_temperature: float
-    log_temperature: float
-    examples: int
-    layers: str = ""
 
 
 @dataclass
@@ -120,7 +102,7 @@ class SpreadSearch:
         progress: Callable[[str, float], None] | None = None,
         layers: str = "",
         tried: Sequence[Tried] = (),
-        tries: "Tries | None" = None,
+        tries: Tries | None = None,
     ) -> None:
         """budget: image-passes. temperature, rival: those of the mean network, and its NLL with it. view: (inputs, draw).
 

@@ -14,7 +14,22 @@ from torch.utils._pytree import tree_leaves
 from ..errors import PatchbayesError
 from ..files import read_json, write_atomically
 from .held_out import HeldOut
-from .spread import Tried
+
+
+@dataclasses.dataclass(frozen=True)
+class Tried:
+    """A spread that was tried: the logarithm of its level and its slope, and the NLL at the temperatures that fit it best.
+
+    layers   the set of layers that it was tried on, where there were several to choose from.
+    """
+
+    level: float
+    slope: float
+    nll: float
+    draw_temperature: float
+    log_temperature: float
+    examples: int
+    layers: str = ""
 
 
 class Tries:

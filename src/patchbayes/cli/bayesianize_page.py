@@ -6,7 +6,7 @@ from html import escape
 from importlib import resources
 
 from ..bayesianizing.report import BayesianizeReport, CalibrationReport, Scores
-from ..bayesianizing.spread import Tried
+from ..bayesianizing.tries import Tried
 from .reliability import reliability_picture
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 560, 190, 64, 44, 14

@@ -104,6 +104,9 @@ def train(
         typer.Option("--settings", help="List all settings, and leave.", is_eager=True, callback=_list_settings),
     ] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")] = False,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Then fit spread and temperature to the held-out part (calibrate_).")
+    ] = False,
     trust_code: TrustCode = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the last row of metrics as JSON.")] = False,
@@ -120,11 +123,12 @@ def train(
     patchbayes train runs/ecmp --resume
     patchbayes train runs/net --data csv:table.csv#target --model mlp --noise auto
     """
+    from ..bayesianizing.noise import train_with_chosen_noise, with_noise
+    from ..bayesianizing.run import calibrate_run
     from ..errors import PatchbayesError
     from ..ranks import is_first
     from ..runs import RunFolder, TrainingConfig
     from ..runs import train as train_network
-    from ..runs.noise import train_with_chosen_noise, with_noise
 
     named = {
         "data": data, "model": model, "method": method, "sites": sites, "objective": objective,
@@ -158,6 +162,8 @@ def train(
             settings_of_run, folder, resume=resume, quiet=quiet, trust_code=True, say=tell if as_json else show
         )
         best = trials[0]
+        if calibrate and best.noise:
+            calibrate_run(RunFolder(best.folder))
         if as_json:
             show_json({**dataclasses.asdict(best), "folder": str(best.folder)})
             return
@@ -169,6 +175,7 @@ def train(
     run = train_network(settings_of_run, folder, resume=resume, quiet=quiet, trust_code=True, say=tell)
     if not is_first():
         return
+    calibrated = calibrate_run(run) if calibrate else None
     history = run.history()
     if as_json:
         show_json({"folder": str(folder), **(history[-1] if history else {})})
@@ -178,6 +185,8 @@ def train(
         f"{key.replace('_', ' ')} {value:.4g}" for key, value in last.items() if key.startswith("held_out")
     )
     show(f"{folder}: after epoch {last.get('epoch', 0)}{', ' + scores if scores else ''}")
+    if calibrated is not None:
+        show(f"calibrated {calibrated}")
     show(f"next: patchbayes evaluate {shlex.quote(str(folder))}")
 
 

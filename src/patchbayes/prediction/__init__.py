@@ -9,6 +9,7 @@ from .predict import predict, predict_batches
 from .prediction import Prediction, PredictiveCheck
 from .predictor import Predictor
 from .regression import HeteroscedasticPrediction, MeanPrediction, RegressionPrediction
+from .viewing import split_information
 
 __all__ = [
     "ClassPrediction",
@@ -25,4 +26,5 @@ __all__ = [
     "predict",
     "predict_batches",
     "predict_on_ranks",
+    "split_information",
 ]

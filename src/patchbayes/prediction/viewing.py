@@ -3,10 +3,12 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from ..draws.draws import Draws
 from ..draws.layout import Law, Layout, Series
+from ..errors import PatchbayesError
 from ..views import as_views
 from .loop import Members, Outputs
 
@@ -50,6 +52,32 @@ class Viewing:
         for view in range(len(self.views)):
             for _, values in run(self.views.view(inputs, view)):
                 yield Members([[view]]), values
+
+
+def split_information(prediction: Any, views: Any) -> dict[str, Tensor]:
+    """What the views disagree on, and what the draws do that see the same view: (B,) each, in nats.
+
+        mutual information = (H[p] - mean_v H[p_v]) + mean_v (H[p_v] - mean_{s sees v} H[p_s])
+
+    with p_v the average of the draws that see view v. With few draws for a view, p_v is noisy, and the first part holds some
+    of what belongs to the second.
+
+    prediction   of `predict(model, x, draws, views=views, keep_draws=True)`.
+    """
+    kept = getattr(prediction, "draw_probs", None)
+    if kept is None or prediction.draws is None:
+        raise PatchbayesError("split_information: expected the prediction of a classifier with keep_draws=True.")
+    number = len(kept)
+    seen_by = torch.tensor(as_views(views, number).assigned(number, block_of(prediction.draws)), device=kept.device)
+    means = [kept[seen_by == view].mean(0) for view in seen_by.unique()]
+    if number < 2 * len(means):
+        raise PatchbayesError(
+            f"split_information: {number} draws on {len(means)} views; where each view has one draw, the two cannot be told "
+            "apart.\n  do       take at least two draws for each view."
+        )
+    between = torch.stack([torch.special.entr(mean).sum(-1) for mean in means]).mean(0)
+    views_part = torch.special.entr(kept.mean(0)).sum(-1) - between
+    return {"views": views_part, "draws": between - torch.special.entr(kept).sum(-1).mean(0)}
 
 
 def block_of(draws: Draws) -> int:

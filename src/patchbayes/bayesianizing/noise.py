@@ -1,21 +1,17 @@
 """How much noise to train with: a level of `posteriors.mixed`, given or chosen on the held-out part."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from ..bayesianizing import calibrate_
-from ..data import Dataset
 from ..errors import PatchbayesError
 from ..posteriors import mixed
 from ..posteriors.text import VANILLA, text_of_rules
-from .config import TrainingConfig
-from .folder import RunFolder
-from .train import train
+from ..runs import RunFolder, TrainingConfig, train
+from .calibrate import calibrate_
+from .run import PartBatches
 
 
 @dataclass(frozen=True)
@@ -81,7 +77,7 @@ def _tried(run: RunFolder, noise: float, data_dir: str | None) -> Trial:
     dataset = run.dataset(data_dir)
     report = calibrate_(
         run.model(),
-        _Batches(dataset),
+        PartBatches(dataset, dataset.part("held_out"), 256),
         spread="keep",
         draws=run.training.eval_draws,
         likelihood=run.likelihood(),
@@ -89,16 +85,6 @@ def _tried(run: RunFolder, noise: float, data_dir: str | None) -> Trial:
     )
     nll = min(report.after.nll, report.temperature_scaled.nll)
     return Trial(noise, run.path, nll, report.mean_temperature)
-
-
-class _Batches:
-    """The held-out part, readable as often as it is asked for."""
-
-    def __init__(self, dataset: Dataset) -> None:
-        self.dataset = dataset
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return self.dataset.batches(self.dataset.part("held_out"), 256)
 
 
 def _line(trial: Trial) -> str:
