@@ -217,7 +217,8 @@ class Predicting:
                 )
                 return average(outputs, draws, self.likelihood, self.keep, plan, mean=self.network is not None)
             outputs = mean_pass(resting, network, inputs, self.output)
-            return average(outputs, None, self.likelihood, self.keep, plan, mean=self.network is not None)
+            # One pass is all there is to keep: log_prob and quantiles of a regression need nothing more.
+            return average(outputs, None, self.likelihood, True, plan, mean=self.network is not None)
 
 
 class Predictor(nn.Module):
