@@ -161,8 +161,8 @@ def finding(rows: Mapping[str, Row], train_accuracy: float) -> str:
     word = "too sure of itself" if original["confidence"] > original["accuracy"] else "not sure enough"
     return (
         f"An ordinary network that gets {100 * train_accuracy:.0f} % of its training images right is {word}: on new images it "
-        f"claims {100 * original['confidence']:.0f} % and is right on {100 * original['accuracy']:.0f} %; trained with patches, "
-        f"it claims {100 * ours['confidence']:.0f} % and is right on {100 * ours['accuracy']:.0f} %."
+        f"claims {100 * original['confidence']:.0f} % and is right on {100 * original['accuracy']:.0f} %; trained with "
+        f"patches, it claims {100 * ours['confidence']:.0f} % and is right on {100 * ours['accuracy']:.0f} %."
     )
 
 

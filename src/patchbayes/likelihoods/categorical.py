@@ -37,7 +37,8 @@ class Categorical(Likelihood):
         if targets.is_floating_point() or targets.dtype == torch.bool or targets.shape != shape:
             raise PatchbayesError(
                 f"Categorical: expected class numbers of shape {tuple(shape)}, got {targets.dtype} of shape "
-                f"{tuple(targets.shape)}.\n  do       where targets are numbers, pass likelihood=patchbayes.likelihoods.Gaussian()."
+                f"{tuple(targets.shape)}.\n"
+                "  do       where targets are numbers, pass likelihood=patchbayes.likelihoods.Gaussian()."
             )
         valid = targets != self.ignore_index
         chosen = targets.to(torch.int64).where(valid, 0).expand(log_probs.shape[:-1]).unsqueeze(-1)
