@@ -60,20 +60,31 @@ def _said(record: dict[str, Any]) -> str:
 
 
 def _beside_dropout(records: list[dict[str, Any]]) -> str:
-    """NLL of patches in one pass, as a part of dropout's in its better form: by regime, and on average."""
-    ratios = {}
+    """NLL of patches as a part of dropout's: in one pass against dropout's better form, and where held-out data choose."""
+    ratios: dict[str, list[float]] = {"one pass": [], "chosen": []}
     for record in records:
-        ours, rival = f"mixed {record['noise']:g}, one pass", "dropout"
-        nll = [[_row(results, name, record)["nll"] for results in record["seeds"]] for name in (ours, rival)]
-        ratios[_TITLES[record["benchmark"]]] = statistics.fmean(nll[0]) / statistics.fmean(nll[1])
-    each = "; ".join(f"{title} {ratio:.3f}" for title, ratio in ratios.items())
+        names = f"mixed:{record['noise']:g}", f"dropout:{record['dropout_rate']:g}"
+        rows = {
+            "one pass": [[_row(r, n, record) for r in record["seeds"]] for n in (_one_pass(record), "dropout")],
+            "chosen": [[_chosen(r, n) for r in record["seeds"]] for n in names],
+        }
+        for key, (ours, rival) in rows.items():
+            ratios[key].append(statistics.fmean(r["nll"] for r in ours) / statistics.fmean(r["nll"] for r in rival))
+    each = {key: ", ".join(f"{ratio:.3f}" for ratio in found) for key, found in ratios.items()}
+    means = {key: statistics.fmean(found) for key, found in ratios.items()}
     return (
-        f"NLL in one pass, times that of the best dropout: {each}; on average {statistics.fmean(ratios.values()):.3f}."
+        "NLL of patches in one pass, times that of dropout in its better form, by regime in this order: "
+        f"{each['one pass']}; on average {means['one pass']:.3f}. Where each seed's held-out data choose between a method and "
+        f"nothing, for both alike: {each['chosen']}; on average {means['chosen']:.3f}."
     )
 
 
+def _one_pass(record: dict[str, Any]) -> str:
+    return f"mixed {record['noise']:g}, one pass"
+
+
 def _compared(record: dict[str, Any], rival: str) -> str:
-    ours = f"mixed {record['noise']:g}, one pass"
+    ours = _one_pass(record)
     differences = [
         _row(results, ours, record)["nll"] - _row(results, rival, record)["nll"] for results in record["seeds"]
     ]
@@ -120,8 +131,11 @@ def regimes(records: list[dict[str, Any]]) -> str:
         where = f"{_TITLES[record['benchmark']]}, {record['epochs']}, {numbers}"
         said.append(f"- {_TITLES[record['benchmark']]}: {_tried(record)}. {_said(record)}")
         for contestant in record["seeds"][0]:
-            for title in record["seeds"][0][contestant]["rows"]:
-                rows = [results[contestant]["rows"][title] for results in record["seeds"]]
+            for title in [*record["seeds"][0][contestant]["rows"], *_choice(contestant)]:
+                rows = [
+                    _chosen(results, contestant) if title in _choice(contestant) else results[contestant]["rows"][title]
+                    for results in record["seeds"]
+                ]
                 scaled = [results["plain"]["rows"]["temperature scaling"]["nll"] for results in record["seeds"]]
                 ratios = [row["nll"] / one for row, one in zip(rows, scaled, strict=True)]
                 classes = "accuracy" in rows[0]
@@ -138,6 +152,18 @@ def regimes(records: list[dict[str, Any]]) -> str:
     commands = "; ".join(f"`{record['command']}` (commit {record['commit']})" for record in ordered)
     notes = f"Mean of the seeds ± standard deviation; 20 draws; paired t-tests. Commands: {commands}."
     return "\n".join([*lines, "", *said, "", _beside_dropout(ordered), "", notes])
+
+
+def _choice(contestant: str) -> list[str]:
+    """The row in which every seed's held-out data choose between a method and temperature scaling, as --noise auto does."""
+    kind, _, number = contestant.partition(":")
+    return [f"{kind} or nothing, as held-out data choose"] if kind in ("mixed", "dropout") and float(number) else []
+
+
+def _chosen(results: dict[str, Any], contestant: str) -> dict[str, Any]:
+    """Of temperature scaling and the forms of one contestant, the one with the least NLL on a seed's held-out data."""
+    forms = [results["plain"]["rows"]["temperature scaling"], *results[contestant]["rows"].values()]
+    return min(forms, key=lambda row: float(row["held_out_nll"]))
 
 
 def _spread(values: list[float], digits: int, unit: str) -> str:
