@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from regime_tables import before_and_after, front, regimes
+from regime_tables import before_and_after, ensembles, front, regimes
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -426,6 +426,7 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "pairs": ("pairs", pairs),
     "front": ("regime_fashion", front),
     "regimes": ("regime_*", regimes),
+    "ensembles": ("ensemble_*", ensembles),
     "from_scratch": ("from_scratch_*", from_scratch),
     "training_overhead": ("training_overhead", training_overhead),
     "prediction": ("prediction", prediction),

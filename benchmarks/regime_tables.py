@@ -1,8 +1,11 @@
 """Tables and the picture of training by regime, from the records of benchmarks/from_scratch.py."""
 
+import json
 import math
 import statistics
 from typing import Any
+
+from records import RESULTS
 
 from patchbayes.cli.demo_table import form_of_dropout, titled
 from patchbayes.cli.reliability import reliability_picture
@@ -152,6 +155,27 @@ def regimes(records: list[dict[str, Any]]) -> str:
     commands = "; ".join(f"`{record['command']}` (commit {record['commit']})" for record in ordered)
     notes = f"Mean of the seeds ± standard deviation; 20 draws; paired t-tests. Commands: {commands}."
     return "\n".join([*lines, "", *said, "", _beside_dropout(ordered), "", notes])
+
+
+def ensembles(records: list[dict[str, Any]]) -> str:
+    """What an ensemble gains over temperature scaling, and which part of that patches in one pass have."""
+    lines = []
+    for record in records:
+        regime = json.loads((RESULTS / f"regime_{record['benchmark'].removeprefix('ensemble_')}.json").read_text())
+        by_seed = dict(zip(regime["seed_numbers"], regime["seeds"], strict=True))
+        scaled, ours = (
+            [_row(by_seed[seed], name, regime)["nll"] for seed in record["seed_numbers"]]
+            for name in ("temperature scaling", _one_pass(regime))
+        )
+        nll = statistics.fmean(next(iter(rows.values()))["nll"] for rows in record["seeds"])
+        share = (statistics.fmean(scaled) - statistics.fmean(ours)) / (statistics.fmean(scaled) - nll)
+        lines.append(
+            f"An ensemble of {record['members']} networks with a temperature ({_TITLES[regime['benchmark']]}, seeds "
+            f"{', '.join(map(str, record['seed_numbers']))}): NLL {nll:.4f}, against {statistics.fmean(scaled):.4f} of "
+            f"temperature scaling and {statistics.fmean(ours):.4f} of patches in one pass, which have {100 * share:.0f} % of "
+            f"its gain. Command: `{record['command']}` (commit {record['commit']})."
+        )
+    return "\n".join(lines)
 
 
 def _choice(contestant: str) -> list[str]:
