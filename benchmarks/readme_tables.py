@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import calibration_tables
-from regime_tables import before_and_after, front, regimes
+from regime_tables import before_and_after, ensembles, front, regimes
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -427,6 +427,7 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "pairs": ("pairs", pairs),
     "front": ("regime_fashion", front),
     "regimes": ("regime_*", regimes),
+    "ensembles": ("ensemble_*", ensembles),
     "from_scratch": ("from_scratch_*", from_scratch),
     "training_overhead": ("training_overhead", training_overhead),
     "prediction": ("prediction", prediction),

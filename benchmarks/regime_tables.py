@@ -1,8 +1,11 @@
 """Tables and the picture of training by regime, from the records of benchmarks/from_scratch.py."""
 
+import json
 import math
 import statistics
 from typing import Any
+
+from records import RESULTS
 
 from patchbayes.cli.demo_table import form_of_dropout, titled
 from patchbayes.cli.reliability import reliability_picture
@@ -53,12 +56,38 @@ def _tried(record: dict[str, Any]) -> str:
 
 def _said(record: dict[str, Any]) -> str:
     """How the NLL of patches in one pass compares, paired over seeds; "better" needs p < 0.01. "" for one seed."""
+    if not record["noise"]:
+        return f"Held-out data chose no patches, which is {_compared(record, 'dropout')}."
     found = [text for rival in ("temperature scaling", "dropout") if (text := _compared(record, rival))]
     return f"Patches in one pass are {' and '.join(found)}." if found else ""
 
 
+def _beside_dropout(records: list[dict[str, Any]]) -> str:
+    """NLL of patches as a part of dropout's: in one pass against dropout's better form, and where held-out data choose."""
+    ratios: dict[str, list[float]] = {"one pass": [], "chosen": []}
+    for record in records:
+        names = f"mixed:{record['noise']:g}", f"dropout:{record['dropout_rate']:g}"
+        rows = {
+            "one pass": [[_row(r, n, record) for r in record["seeds"]] for n in (_one_pass(record), "dropout")],
+            "chosen": [[_chosen(r, n) for r in record["seeds"]] for n in names],
+        }
+        for key, (ours, rival) in rows.items():
+            ratios[key].append(statistics.fmean(r["nll"] for r in ours) / statistics.fmean(r["nll"] for r in rival))
+    each = {key: ", ".join(f"{ratio:.3f}" for ratio in found) for key, found in ratios.items()}
+    means = {key: statistics.fmean(found) for key, found in ratios.items()}
+    return (
+        "NLL of patches in one pass, times that of dropout in its better form, by regime in this order: "
+        f"{each['one pass']}; on average {means['one pass']:.3f}. Where each seed's held-out data choose between a method and "
+        f"nothing, for both alike: {each['chosen']}; on average {means['chosen']:.3f}."
+    )
+
+
+def _one_pass(record: dict[str, Any]) -> str:
+    return f"mixed {record['noise']:g}, one pass"
+
+
 def _compared(record: dict[str, Any], rival: str) -> str:
-    ours = f"mixed {record['noise']:g}, one pass"
+    ours = _one_pass(record)
     differences = [
         _row(results, ours, record)["nll"] - _row(results, rival, record)["nll"] for results in record["seeds"]
     ]
@@ -105,8 +134,11 @@ def regimes(records: list[dict[str, Any]]) -> str:
         where = f"{_TITLES[record['benchmark']]}, {record['epochs']}, {numbers}"
         said.append(f"- {_TITLES[record['benchmark']]}: {_tried(record)}. {_said(record)}")
         for contestant in record["seeds"][0]:
-            for title in record["seeds"][0][contestant]["rows"]:
-                rows = [results[contestant]["rows"][title] for results in record["seeds"]]
+            for title in [*record["seeds"][0][contestant]["rows"], *_choice(contestant)]:
+                rows = [
+                    _chosen(results, contestant) if title in _choice(contestant) else results[contestant]["rows"][title]
+                    for results in record["seeds"]
+                ]
                 scaled = [results["plain"]["rows"]["temperature scaling"]["nll"] for results in record["seeds"]]
                 ratios = [row["nll"] / one for row, one in zip(rows, scaled, strict=True)]
                 classes = "accuracy" in rows[0]
@@ -122,7 +154,40 @@ def regimes(records: list[dict[str, Any]]) -> str:
                 lines.append(f"| {where} | {title} | {' | '.join(cells)} |")
     commands = "; ".join(f"`{record['command']}` (commit {record['commit']})" for record in ordered)
     notes = f"Mean of the seeds ± standard deviation; 20 draws; paired t-tests. Commands: {commands}."
-    return "\n".join([*lines, "", *said, "", notes])
+    return "\n".join([*lines, "", *said, "", _beside_dropout(ordered), "", notes])
+
+
+def ensembles(records: list[dict[str, Any]]) -> str:
+    """What an ensemble gains over temperature scaling, and which part of that patches in one pass have."""
+    lines = []
+    for record in records:
+        regime = json.loads((RESULTS / f"regime_{record['benchmark'].removeprefix('ensemble_')}.json").read_text())
+        by_seed = dict(zip(regime["seed_numbers"], regime["seeds"], strict=True))
+        scaled, ours = (
+            [_row(by_seed[seed], name, regime)["nll"] for seed in record["seed_numbers"]]
+            for name in ("temperature scaling", _one_pass(regime))
+        )
+        nll = statistics.fmean(next(iter(rows.values()))["nll"] for rows in record["seeds"])
+        share = (statistics.fmean(scaled) - statistics.fmean(ours)) / (statistics.fmean(scaled) - nll)
+        lines.append(
+            f"An ensemble of {record['members']} networks with a temperature ({_TITLES[regime['benchmark']]}, seeds "
+            f"{', '.join(map(str, record['seed_numbers']))}): NLL {nll:.4f}, against {statistics.fmean(scaled):.4f} of "
+            f"temperature scaling and {statistics.fmean(ours):.4f} of patches in one pass, which have {100 * share:.0f} % of "
+            f"its gain. Command: `{record['command']}` (commit {record['commit']})."
+        )
+    return "\n".join(lines)
+
+
+def _choice(contestant: str) -> list[str]:
+    """The row in which every seed's held-out data choose between a method and temperature scaling, as --noise auto does."""
+    kind, _, number = contestant.partition(":")
+    return [f"{kind} or nothing, as held-out data choose"] if kind in ("mixed", "dropout") and float(number) else []
+
+
+def _chosen(results: dict[str, Any], contestant: str) -> dict[str, Any]:
+    """Of temperature scaling and the forms of one contestant, the one with the least NLL on a seed's held-out data."""
+    forms = [results["plain"]["rows"]["temperature scaling"], *results[contestant]["rows"].values()]
+    return min(forms, key=lambda row: float(row["held_out_nll"]))
 
 
 def _spread(values: list[float], digits: int, unit: str) -> str:

@@ -91,9 +91,7 @@ def contest(table: Table, contestant: str, seed: int, epochs: int) -> dict[str, 
             for name, draws in (("draws", DRAWS), ("one pass", "mean"))
         }
     else:
-        report = pb.calibrate_(
-            model, [table.held_out], draws=DRAWS, likelihood=HeteroscedasticGaussian(), seed=seed
-        )
+        report = pb.calibrate_(model, [table.held_out], draws=DRAWS, likelihood=HeteroscedasticGaussian(), seed=seed)
         result["rows"] = {
             f"mixed {number}, draws": scores(table, model, DRAWS, report.temperature),
             f"mixed {number}, one pass": scores(table, model, "mean", report.mean_temperature),

@@ -11,7 +11,7 @@ import patchbayes as pb
 from command_line import command
 from patchbayes.cli.demo import demo_record
 from patchbayes.cli.demo_study import fashion, fit, held_out_batches
-from patchbayes.cli.demo_table import COLUMNS, OWN, best_of, finding, lines_of_table, merged, titled
+from patchbayes.cli.demo_table import COLUMNS, OWN, best_of, finding, in_numbers, lines_of_table, merged, titled
 from patchbayes.cli.reliability import reliability_picture
 from patchbayes.data import read
 from patchbayes.data.small_images import SMALL_CORRUPTIONS, corrupt_small
@@ -111,13 +111,15 @@ def test_the_table_fits_and_marks_the_best_and_the_rivals_that_win(record):
     assert "A rival is best in: right %, clean (rival)" in "\n".join(lines_of_table(worse, color=False))
 
 
-def test_the_first_sentence_has_the_numbers(record):
+def test_the_first_sentence_and_the_scores_below_it_have_the_numbers(record):
     rows = titled(record["seeds"][:1], record)
-    sentence = finding(rows, 1.0)
-    for value in (100 * rows["original"]["ece"], 100 * rows[OWN[2]]["ece"]):
-        assert f"{value:.1f} %" in sentence
-    assert f"{rows[OWN[2]]['nll']:.3f}" in sentence
+    sentence, scores = finding(rows, 1.0), in_numbers(rows)
+    for row in (rows["original"], rows[OWN[2]]):
+        assert f"claims {100 * row['confidence']:.0f} % and is right on {100 * row['accuracy']:.0f} %" in sentence
+        assert f"{100 * row['ece']:.1f} %" in scores
+        assert f"{row['nll']:.3f}" in scores
     assert ("too sure" in sentence) == (rows["original"]["confidence"] > rows["original"]["accuracy"])
+    assert len(scores) <= 100
 
 
 def test_bins_of_several_seeds_are_averaged_by_count():

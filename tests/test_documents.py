@@ -61,12 +61,16 @@ def test_readme_code_for_a_trained_network_runs_and_is_exported(tmp_path, monkey
     assert not names["pb"].is_patched(names["model"])
 
 
-def test_the_loop_that_the_readme_shows_runs():
+def test_the_loop_that_the_readme_shows_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     names = what_a_reader_has()
     (diff,) = re.findall(r"```diff\n(.*?)```", README, re.DOTALL)
     exec(compile(after(diff), "README.md", "exec"), names)
     assert names["probs"].shape == (*names["x"].shape[:1], 10)
     assert names["probs"].sum(-1).allclose(names["probs"].new_ones(()))
+    again = names["make_network"]()
+    names["pb"].load_(again, "network.safetensors")
+    assert names["pb"].predict(again, names["x"], draws="mean").probs.equal(names["probs"])
 
 
 def test_the_readme_is_short():

@@ -1,5 +1,6 @@
 """What predict takes: batches of every form, and outputs of every form."""
 
+import warnings
 from collections import OrderedDict
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import patchbayes as pb
 from patchbayes.errors import PatchbayesError
+from patchbayes.likelihoods import Gaussian
 from prediction_networks import METHODS, classifier, patched, some_inputs
 
 # Inputs
@@ -207,3 +209,39 @@ def test_a_network_that_contains_the_patched_one_predicts():
     inner, x = patched(METHODS["EMP"]), some_inputs()
     outer = nn.Sequential(nn.Identity(), inner)
     assert torch.equal(pb.predict(outer, x, 4).probs, pb.predict(inner, x, 4).probs)
+
+
+def test_an_encoder_that_leaves_out_padding_is_predicted_and_calibrated():
+    """torch's encoder turns a padded batch into a nested tensor in eval mode, and the network answers with a mapping."""
+
+    class Reader(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(20, 8)
+            self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1)
+            self.output = nn.Linear(8, 3)
+
+        def forward(self, input_ids, attention_mask):
+            states = self.encoder(self.embedding(input_ids), src_key_padding_mask=attention_mask == 0)
+            return {"logits": self.output(states[:, 0])}
+
+    torch.manual_seed(0)
+    model = Reader().eval()
+    batch = {"input_ids": torch.randint(1, 20, (24, 5)), "attention_mask": torch.ones(24, 5, dtype=torch.int64)}
+    batch["attention_mask"][:12, 3:] = 0
+    labelled = [{**batch, "labels": torch.randint(3, (24,))}]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls nested tensors a prototype
+        plain = model(**batch)["logits"].softmax(-1)
+        pb.patch_(model, pb.ECMP(3, jitter=0.0))
+        torch.testing.assert_close(pb.predict(model, batch, draws=2).probs, plain)
+        report = pb.calibrate_(model, labelled, draws=2, budget=200)
+    assert report.num_held_out == 24
+
+
+def test_one_pass_of_a_regression_has_a_density_without_being_told_to_keep_it():
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))
+    x, y = torch.randn(5, 3), torch.randn(5, 1)
+    found = pb.predict(model, x, draws="mean", likelihood=Gaussian(2.0))
+    expected = torch.distributions.Normal(model(x), 2.0**-0.5).log_prob(y)[:, 0]
+    torch.testing.assert_close(found.log_prob(y), expected)

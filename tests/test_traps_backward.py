@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import patchbayes as pb
@@ -147,3 +147,28 @@ def test_checkpointing_works_when_the_output_is_no_tensor():
     outputs = [model(X).logits for _ in WEIGHTS]
     sum((output * weight).sum() for output, weight in zip(outputs, WEIGHTS, strict=True)).backward()
     assert_close(gradients(model), gradients(clone))
+
+
+@pytest.mark.parametrize(
+    "method", [pb.EMP(3), pb.ECMP(3), pb.MeanField(), pb.mixed()], ids=["emp", "ecmp", "meanfield", "mixed"]
+)
+def test_patching_between_two_steps_while_the_last_loss_is_alive(method):
+    """A loop leaves its last loss behind: torch then keeps gradient nodes of the old shape, unless they are made again."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.ReLU(), nn.Linear(6, 6), nn.Linear(6, 3))
+    x, kept = torch.randn(8, 4), []
+
+    def step():
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        loss = model.train()(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        kept.append(loss)
+
+    step()
+    pb.patch_(model, method, **({} if isinstance(method, dict) else {"sites": "norm+output"}))
+    step()
+    pb.unpatch_(model, keep="mean")
+    before = model[1].weight.clone()
+    step()
+    assert not torch.equal(model[1].weight, before)

@@ -16,7 +16,7 @@ import typer
 
 from .console import show, show_json, tell
 from .demo_page import demo_page
-from .demo_table import LEGEND, finding, lines_of_table, number_of_seeds, titled
+from .demo_table import LEGEND, finding, in_numbers, lines_of_table, number_of_seeds, titled
 from .options import need
 
 #: The record of several seeds, made by benchmarks/from_scratch.py.
@@ -54,11 +54,12 @@ def demo(
     past = titled(record["seeds"], record)
     sentence = finding(live, results["plain"]["train_accuracy"])
     title, known = f"live, seed {seed}", f"measured before, {number_of_seeds(record)}"
-    write_atomically(page, demo_page(sentence, {title: live, known: past}, record).encode())
+    write_atomically(page, demo_page(f"{sentence} {in_numbers(live)}", {title: live, known: past}, record).encode())
     if as_json:
         show_json({"finding": sentence, "live": live, "record": past, "page": str(page.resolve())})
         return
     show(sentence)
+    show(in_numbers(live))
     for name, rows in ((title, live), (known, past)):
         show()
         show(f"{name}: 2,000 test images, {record['draws']} draws")

@@ -16,12 +16,12 @@ def demo_page(sentence: str, tables: Mapping[str, Mapping[str, Row]], record: Ma
     style = resources.files("patchbayes.report").joinpath("page.css").read_text("utf-8")
     parts = []
     for number, (title, rows) in enumerate(tables.items()):
-        shown = {name: rows[name] for name in _SHOWN}
+        pictures = "".join(reliability_picture({name: rows[name]}) for name in _SHOWN)
         parts.append(
             f'<section class="part" aria-labelledby="t{number}"><h2 id="t{number}">{escape(title.capitalize())}</h2>\n'
             f'{_table(title, rows)}\n<p class="note">{escape(won_by_rivals(rows))}</p>\n'
-            f"<figure>{reliability_picture(shown)}<figcaption>Bars on the line: the network is right as "
-            "often as it says. Darker bars hold more images.</figcaption></figure></section>"
+            f'<figure><div class="pictures">{pictures}</div><figcaption>Bars on the line: the network is right as '
+            "often as it says. Stronger bars hold more images.</figcaption></figure></section>"
         )
     facts = (
         f"Record: commit {record['commit']}, seeds {', '.join(str(seed) for seed in record['seed_numbers'])}, "
@@ -35,6 +35,7 @@ def demo_page(sentence: str, tables: Mapping[str, Mapping[str, Row]], record: Ma
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\n"
         '<link rel="icon" href="data:,">\n<title>patchbayes demo</title>\n'
         f"<style>\n{style}\nfigure svg {{ max-width: 100%; height: auto; }}\n"
+        ".pictures { display: flex; flex-wrap: wrap; gap: 0.5rem; }\n"
         "figure { max-width: none; margin-top: 1.2rem; }\n</style>\n</head>\n<body>\n"
         f'<header><h1>An overconfident network, and what can be done</h1>\n<p class="lead">{escape(sentence)}</p></header>\n'
         f"<main>\n{chr(10).join(parts)}\n"

@@ -156,15 +156,22 @@ def won_by_rivals(rows: Mapping[str, Row]) -> str:
 
 
 def finding(rows: Mapping[str, Row], train_accuracy: float) -> str:
-    """What was found, in one sentence with its numbers."""
-    original, scaled, ours = rows["original"], rows["temperature scaling"], rows[OWN[2]]
-    word = "too sure" if original["confidence"] > original["accuracy"] else "not sure enough"
+    """What was found, in one sentence."""
+    original, ours = rows["original"], rows[OWN[2]]
+    word = "too sure of itself" if original["confidence"] > original["accuracy"] else "not sure enough"
     return (
-        f"An ordinary network that gets {100 * train_accuracy:.0f} % of its training images right is {word}: it claims "
-        f"{100 * original['confidence']:.0f} % on new images and is right on {100 * original['accuracy']:.0f} %; trained with "
-        f"patches, it claims {100 * ours['confidence']:.0f} % and is right on {100 * ours['accuracy']:.0f} %, in one pass "
-        f"(calibration error {100 * original['ece']:.1f} % -> {100 * ours['ece']:.1f} %, NLL {original['nll']:.3f} -> "
-        f"{ours['nll']:.3f}; temperature scaling gets {100 * scaled['ece']:.1f} % and {scaled['nll']:.3f})."
+        f"An ordinary network that gets {100 * train_accuracy:.0f} % of its training images right is {word}: on new images it "
+        f"claims {100 * original['confidence']:.0f} % and is right on {100 * original['accuracy']:.0f} %; trained with "
+        f"patches, it claims {100 * ours['confidence']:.0f} % and is right on {100 * ours['accuracy']:.0f} %."
+    )
+
+
+def in_numbers(rows: Mapping[str, Row]) -> str:
+    """The same as scores, in one pass, beside temperature scaling."""
+    original, scaled, ours = rows["original"], rows["temperature scaling"], rows[OWN[2]]
+    return (
+        f"ECE {100 * original['ece']:.1f} % -> {100 * ours['ece']:.1f} % and NLL {original['nll']:.3f} -> {ours['nll']:.3f}, "
+        f"in one pass; temperature scaling gets {100 * scaled['ece']:.1f} % and {scaled['nll']:.3f}."
     )
 
 

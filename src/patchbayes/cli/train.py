@@ -118,8 +118,8 @@ def train(
     torchrun --nproc-per-node 2 -m patchbayes train ..., or accelerate launch -m patchbayes train ...
 
     \b
-    patchbayes train runs/ecmp --data digits --model small_cnn --method ecmp --epochs 20
-    patchbayes train runs/emp --data cifar100 --model cifar_resnet20 --method "emp(5, jitter=0.3)" --set warmup=1
+    patchbayes train runs/ecmp --data digits --model small_cnn --method ecmp --set warmup=1
+    patchbayes train runs/emp --data cifar100 --model cifar_resnet20 --method "emp(5, jitter=0.3)"
     patchbayes train runs/ecmp --resume
     patchbayes train runs/net --data csv:table.csv#target --model mlp --noise auto
     """

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..draws.draws import RECORD
 from ..errors import PatchbayesError
-from ..posteriors.posterior import CHILD, Posterior
+from ..posteriors.posterior import CHILD, Posterior, set_value_
 from .frames import MEAN, Frame, frame_of, in_backward, pushed, raise_unknown_draw, running_networks
 from .network import SITE, Site, raise_copied
 from .offloading import brought_in, is_offloaded, rebind_forward_
@@ -72,8 +72,7 @@ def remove_site_(site: Site, values: Mapping[str, Tensor]) -> None:
         elif parameter is None:
             parameter = nn.Parameter(values[name], any(p.requires_grad for p in learned.values()))
         layout = site.layouts.get(name, torch.contiguous_format)
-        parameter.data = values[name].detach().clone(memory_format=layout)
-        parameter.grad = None
+        set_value_(parameter, values[name].detach().clone(memory_format=layout))
         parameter.__dict__.pop("_patchbayes_shape_before", None)
         module._parameters[name] = parameter
         for _, other, other_name in site.tied.get(name, []):

@@ -230,7 +230,7 @@ class Posterior(nn.Module):
             return
         parameter = self.layer._parameters.pop(name)
         parameter.__dict__["_patchbayes_shape_before"] = tuple(parameter.shape)
-        parameter.data, parameter.grad = value, None
+        set_value_(parameter, value)
         holder[name] = parameter
 
     def add_(self, holder: nn.ParameterDict, name: str, value: Tensor) -> None:
@@ -242,6 +242,17 @@ class Posterior(nn.Module):
 
     def extra_repr(self) -> str:
         return self.method.label
+
+
+def set_value_(parameter: nn.Parameter, value: Tensor) -> None:
+    """Another value of any shape in the same Parameter object, without a gradient.
+
+    While a loss of an earlier step is alive, torch keeps the node that takes the parameter's gradients, with the old shape. It
+    makes a new one when the dtype has changed, so the dtype changes on the way.
+    """
+    parameter.grad = None
+    parameter.data = value.new_empty(0, dtype=torch.float16 if value.dtype != torch.float16 else torch.float32)
+    parameter.data = value
 
 
 def is_bias(name: str) -> bool:

@@ -236,11 +236,12 @@ class Predicting:
                     statistics=self.statistics,
                 )
             outputs = mean_pass(resting, network, inputs, self.output)
+            # One pass is all there is to keep: log_prob and quantiles of a regression need nothing more.
             return average(
                 outputs,
                 None,
                 self.likelihood,
-                self.keep,
+                self.keep or self.statistics is None,
                 plan,
                 mean=self.network is not None,
                 statistics=self.statistics,

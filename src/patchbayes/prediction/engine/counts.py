@@ -32,7 +32,9 @@ _VIEWS = frozenset(
 
 
 def sizes(value: Tensor) -> list[int]:
-    """The shape of a node's value, with those of the example where they may vary."""
+    """The shape of a node's value, with those of the example where they may vary; of a nested tensor its rows together."""
+    if value.is_nested:  # torch's own encoder leaves out padding in this way
+        return [value.numel() // max(value.size(-1), 1), value.size(-1)]
     return [size if isinstance(size, int) else int(size.node.hint or 1) for size in value.shape]
 
 
