@@ -62,14 +62,14 @@ def _regression(record: dict[str, Any]) -> str:
 
 
 def probabilities(record: dict[str, Any]) -> str:
-    """What learned p came to: the largest of each layer's five, from split to split."""
+    """What learned p came to: the largest of each layer's five, of every split."""
     lines = ["| | layer | largest of five learned p (uniform: 0.20) | NLL |", "|---|---|---|---|"]
     for title, runs in record["runs"].items():
         name, _, method = title.partition("/")
         sites = runs[0]["probabilities"]
         for site in sites or ["-"]:
             largest = [max(run["probabilities"][site]) for run in runs] if sites else []
-            text = f"{min(largest):.3f} to {max(largest):.3f}" if largest else "-"
+            text = ", ".join(f"{p:.3f}" for p in largest) or "-"
             nll = sum(run["test"]["nll"] for run in runs) / len(runs)
             lines.append(f"| {method}, {_TITLES[name]} | {site} | {text} | {nll:.2f} |")
     return "\n".join(
@@ -87,7 +87,8 @@ def gradient_variance(record: dict[str, Any]) -> str:
 
 
 def _with_error(row: dict[str, Any], digits: int = 3) -> str:
-    return f"{row['nll']:.{digits}f} ± {row['nll_error']:.{digits}f}"
+    spread = f" ± {row['nll_error']:.{digits}f}" if row["nll_error"] else ""  # one seed has none
+    return f"{row['nll']:.{digits}f}{spread}"
 
 
 def _times(row: dict[str, Any]) -> str:
