@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import calibration_tables
+from family_tables import family, gradient_variance, probabilities
 from regime_tables import before_and_after, ensembles, front, regimes
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -420,7 +421,10 @@ def _circumstances(record: dict[str, Any]) -> str:
 
 
 #: Pages with tables, and the tables that they can hold with the record each is made from.
-PAGES = ("README.md", "docs/guide.md", "docs/costs.md", "docs/prediction.md", "docs/training.md", "docs/calibration.md")
+PAGES = (
+    "README.md",
+    *(f"docs/{name}.md" for name in ("calibration", "costs", "guide", "methods", "prediction", "training")),
+)
 TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "bayesianize": ("bayesianize_*_seed?", bayesianize),
     "trained": ("bayesianize_*_seed?", trained),
@@ -442,6 +446,9 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "large": ("prediction_bert_head", large),
     "resident": ("resident", resident),
     **calibration_tables.TABLES,
+    "family": ("family_[fu]*", family),
+    "probabilities": ("family_probabilities", probabilities),
+    "gradient_variance": ("gradient_variance", gradient_variance),
 }
 
 

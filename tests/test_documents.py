@@ -84,6 +84,17 @@ def test_the_code_of_the_guide_runs(block, tmp_path, monkeypatch):
     assert (tmp_path / "patch.safetensors").exists()
 
 
+def test_the_code_of_the_page_on_methods_runs(tmp_path, monkeypatch, capsys):
+    """The blocks build on each other, as a reader runs them."""
+    monkeypatch.chdir(tmp_path)
+    blocks = python_blocks((ROOT / "docs" / "methods.md").read_text())
+    assert len(blocks) >= 2
+    names: dict[str, object] = {}
+    for block in blocks:
+        exec(compile(block, "docs/methods.md", "exec"), names)
+    assert "held-out log score" in capsys.readouterr().out
+
+
 def test_the_recipe_in_the_docs_is_the_one_in_the_code():
     import patchbayes as pb
     from patchbayes.posteriors.text import parse_rules

@@ -12,7 +12,9 @@ import pytest
 import safetensors.torch
 import torch
 
+import patchbayes as pb
 from command_line import command, strict_json
+from patchbayes.runs import RunFolder
 
 FILES = {"config.json", "metrics.jsonl", "log.txt", "last.safetensors", "best.safetensors"}
 
@@ -165,6 +167,21 @@ def test_every_part_of_a_method_changes_the_result(method, begun, table, tmp_pat
     command("train", tmp_path / "run", *basis(table), "--method", method)
     assert strict_json((tmp_path / "run" / "config.json").read_text())["training"]["method"] == method
     assert rows(tmp_path / "run") != rows(begun[0])
+
+
+def test_several_methods_in_one_network(table, tmp_path):
+    """EMP on norms beside dropout and ECMP, with learned precisions of the prior, as the text of one option."""
+    folder = tmp_path / "run"
+    text = "norm: emp(3); hidden1: dropout(0.1); output: ecmp(2)"
+    command("train", folder, *basis(table), "--method", text, "--set", "prior=learned")
+    run = RunFolder.open(folder)
+    assert run.training.method == text
+    model = run.model()
+    found = {name: site.method for name, site in pb.patched_sites(model).items()}
+    dropout = pb.Dropout(0.1)
+    assert found == {"norm0": pb.EMP(3), "norm1": pb.EMP(3), "hidden1": dropout, "output": pb.ECMP(2)}
+    assert any(key.startswith("patchbayes_prior") for key in weights(folder))
+    assert "accuracy" in command("evaluate", folder, "--draws", 4).out
 
 
 def test_a_method_of_the_user_s_own_module(table, tmp_path, monkeypatch):
