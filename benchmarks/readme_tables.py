@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import scaling_tables
 from regime_tables import before_and_after, front, regimes
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -419,7 +420,14 @@ def _circumstances(record: dict[str, Any]) -> str:
 
 
 #: Pages with tables, and the tables that they can hold with the record each is made from.
-PAGES = ("README.md", "docs/guide.md", "docs/costs.md", "docs/prediction.md", "docs/training.md")
+PAGES = (
+    "README.md",
+    "docs/guide.md",
+    "docs/costs.md",
+    "docs/prediction.md",
+    "docs/training.md",
+    "docs/devices.md",
+)
 TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "bayesianize": ("bayesianize_*_seed?", bayesianize),
     "trained": ("bayesianize_*_seed?", trained),
@@ -439,6 +447,10 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "before_after": ("before_after", before_after),
     "large": ("prediction_bert_head", large),
     "resident": ("resident", resident),
+    "scaling_steps": ("scaling", scaling_tables.steps),
+    "scaling_time": ("scaling", scaling_tables.time_to_objective),
+    "scaling_exchange": ("scaling", scaling_tables.exchange),
+    "scaling_ranks": ("scaling", scaling_tables.many_ranks),
 }
 
 

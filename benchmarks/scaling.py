@@ -9,6 +9,7 @@ What two processes wait for one another is wall time, of which the least of many
 """
 
 import argparse
+import functools
 import json
 import statistics
 import sys
@@ -23,6 +24,7 @@ from records import RESULTS, write_record
 from torch import nn
 
 import patchbayes as pb
+from patchbayes.data import Dataset
 from patchbayes.nets import resnet18
 from patchbayes.patching.network import network_of
 from patchbayes.ranks import process_group
@@ -36,9 +38,9 @@ from patchbayes.runs.network import patched_net
 from patchbayes.runs.schedule import learning_rate_factor
 
 COMPONENTS = (5, 20, 50)
-EPOCHS, TARGET_EPOCH, TURN = 20, 10, 2.0
+EPOCHS, TARGET_EPOCH, TURN = 12, 6, 2.0
 SETTINGS: dict[str, Any] = {
-    "data": "fashion", "model": "small_cnn", "held_out": 0.0, "augmentation": "none", "batch_size": 60, "lr": 0.002,
+    "data": "digits", "model": "small_cnn", "held_out": 0.0, "augmentation": "none", "batch_size": 60, "lr": 0.002,
     "schedule": "constant", "epochs": EPOCHS,
 }  # fmt: skip
 KINDS: dict[str, dict[str, Any]] = {
@@ -48,11 +50,16 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+@functools.cache
+def data_of(name: str) -> Dataset:
+    return training_data(TrainingConfig(data=name, model=SETTINGS["model"], held_out=0.0, augmentation="none"), False)
+
+
 class Subject:
     """A training of a configuration, step by step, without a folder."""
 
     def __init__(self, config: TrainingConfig) -> None:
-        self.config, self.dataset = config, training_data(config, False)
+        self.config, self.dataset = config, data_of(config.data)
         data = self.dataset
         self.network, _ = patched_net(config, data.num_outputs, data.input_shape)
         likelihood = build_likelihood(data.task, config)
@@ -96,8 +103,8 @@ class Subject:
 
     @torch.no_grad()
     def objective(self) -> float:
-        """The negative ELBO, its NLL from the first 1,000 training examples and five stratified draws, in evaluation mode."""
-        raw, targets = self.dataset.train.fetch(torch.arange(1000))
+        """The negative ELBO, its NLL from the first 300 training examples and five stratified draws, in evaluation mode."""
+        raw, targets = self.dataset.train.fetch(torch.arange(300))
         inputs = self.dataset.preparation.inputs(raw)
         draws = pb.Draws.stratified(self.network, 5)
         self.network.eval()
@@ -120,7 +127,7 @@ def config(components: int, sites: str = "norm+output", **settings: Any) -> Trai
     return TrainingConfig(**{**SETTINGS, "method": f"emp({components})", "sites": sites, **settings})
 
 
-def step_seconds(rounds: int = 12) -> dict[str, Any]:
+def step_seconds(rounds: int = 8) -> dict[str, Any]:
     """Processor seconds of a step, by components and kind; kinds take turns within a round."""
     found: dict[str, Any] = {}
     for components in COMPONENTS:
@@ -220,8 +227,8 @@ def on_two_processes() -> dict[str, Any]:
                 seconds.append(time.perf_counter() - began)
             found["all_reduce"][4 * size] = min(seconds)
         for name, model, shape, learn in (
-            ("small_cnn, all", patched_net(config(5), 10, (1, 14, 14))[0], (30, 1, 14, 14), "all"),
-            ("small_cnn, patches", patched_net(config(5), 10, (1, 14, 14))[0], (30, 1, 14, 14), "patches"),
+            ("small_cnn, all", patched_net(config(5), 10, (1, 8, 8))[0], (30, 1, 8, 8), "all"),
+            ("small_cnn, patches", patched_net(config(5), 10, (1, 8, 8))[0], (30, 1, 8, 8), "patches"),
             ("resnet18 norm, all", _resnet18(), (4, 3, 32, 32), "all"),
             ("resnet18 norm, patches", _resnet18(), (4, 3, 32, 32), "patches"),
         ):
@@ -267,15 +274,15 @@ def _ddp_step(model: nn.Module, shape: tuple[int, ...], learn: str, steps: int =
     }
 
 
-def resnet_seconds(batch: int = 16, rounds: int = 3) -> dict[str, float]:
-    """Processor seconds of a step of ResNet-18 (images of 64 pixels, norm patches), all learning and patches alone."""
+def resnet_seconds(batch: int = 16, rounds: int = 2) -> dict[str, float]:
+    """Processor seconds of a step of ResNet-18 (images of 32 pixels, norm patches), all learning and patches alone."""
     found = {}
     for learn in ("all", "patches"):
         model = _resnet18()
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(learn == "all" or "patchbayes" in name)
         generator = torch.Generator().manual_seed(0)
-        x, y = torch.randn(batch, 3, 64, 64, generator=generator), torch.randint(1000, (batch,), generator=generator)
+        x, y = torch.randn(batch, 3, 32, 32, generator=generator), torch.randint(1000, (batch,), generator=generator)
         seconds = []
         for _ in range(rounds + 1):
             began = time.process_time()
@@ -298,9 +305,9 @@ def two_processes() -> dict[str, Any]:
 PARTS = {
     "step_seconds": step_seconds,
     "trajectories": trajectories,
+    "two_processes": two_processes,
     "gradient_variance": gradient_variance,
     "resnet18_seconds": resnet_seconds,
-    "two_processes": two_processes,
 }
 
 
@@ -312,7 +319,8 @@ def measure() -> None:
     for name, part in PARTS.items():
         if name not in parts:
             parts[name] = part()
-            settings = {**SETTINGS, "turn": TURN, "target_epoch": TARGET_EPOCH}
+            num_data = len(data_of(SETTINGS["data"]).train)
+            settings = {**SETTINGS, "turn": TURN, "target_epoch": TARGET_EPOCH, "num_data": num_data}
             write_record("scaling", {"settings": settings, **parts})
             print(name, "done", flush=True)
 
