@@ -27,8 +27,9 @@ def steps(record: dict[str, Any]) -> str:
 def _footer(record: dict[str, Any]) -> str:
     settings, machine = record["settings"], record["machine"]
     return (
-        f"`{settings['model']}` on {settings['data']}, batches of {settings['batch_size']}, Adam; processor seconds of one thread on "
-        f"{machine['processor']}, torch {record['versions']['torch']}, commit {record['commit']}. Command: `{record['command']}`."
+        f"`{settings['model']}` on {settings['data']}, batches of {settings['batch_size']}, Adam; processor seconds of one "
+        f"thread on {machine['processor']}, torch {record['versions']['torch']}, commit {record['commit']}. Command: "
+        f"`{record['command']}`."
     )
 
 
@@ -75,8 +76,8 @@ def time_to_objective(record: dict[str, Any]) -> str:
         )
     after = (
         f"Objective: the negative ELBO in nats per example. Turns of {record['settings']['turn']:g} epochs, "
-        f"{record['settings']['epochs']} epochs in all, seed 0, the same settings for all, none tuned. Times are steps times the step "
-        "times above; with two processes the components are divided over both (their part of the time alone)."
+        f"{record['settings']['epochs']} epochs in all, seed 0, the same settings for all, none tuned. Times are steps times "
+        "the step times above; two processes divide the components, and nothing else, between them."
     )
     return "\n".join([*lines, "", after])
 
@@ -91,8 +92,9 @@ def exchange(record: dict[str, Any]) -> str:
     variance = record["gradient_variance"]
     ratios = [f"{variance[f'own, {part}'] / variance[f'same, {part}']:.2f} ({part})" for part in ("shared", "patched")]
     after = (
-        "Counted by a hook of DistributedDataParallel, two processes, gloo. Variance that the draws give to the gradient of two "
-        f"processes, own draws against the same draws: {' and '.join(ratios)}, K = 5, 100 draws of one batch."
+        "Counted by a hook of DistributedDataParallel, two processes, gloo. Variance that the draws give to the gradient of "
+        f"two processes, own draws against the same draws: {' and '.join(ratios)}; `small_cnn`, norms, K = 5, 100 draws of one "
+        "batch."
     )
     return "\n".join([*lines, "", after])
 
@@ -115,11 +117,12 @@ def many_ranks(record: dict[str, Any]) -> str:
         apart = steps_ * seconds["patches"] / (busy + all_reduce(components * patches // 5, ranks))
         lines.append(f"| {ranks} | {cells[0]} | {cells[1]} | x {apart:.1f} |")
     after = (
-        f"Not measured but computed. Measured parts: a step of ResNet-18 with norm patches (batch of 16 images of 32 pixels a rank, one "
-        f"thread) takes {seconds['all']:.2f} s, with patches alone {seconds['patches']:.2f} s; bytes as above. Assumed: every rank has the "
-        f"same batch however many there are, messages take {1e6 * LATENCY:.0f} microseconds and {BANDWIDTH / 1e9:.0f} GB/s, an all-reduce "
-        "2 log2(P) messages and 2 (P - 1) / P of its bytes, nothing overlaps, no rank is slower than another. Components apart: a phase of "
-        "1,000 steps dealt to 50 hands, gathered once; more ranks than components stay idle."
+        "Not measured but computed. Measured parts: a step of ResNet-18 with norm patches (16 images of 32 pixels a rank, one "
+        f"thread) takes {seconds['all']:.2f} s, with patches alone {seconds['patches']:.2f} s; bytes as above. Assumed: every "
+        f"rank has the same batch however many there are; a message takes {1e6 * LATENCY:.0f} microseconds and "
+        f"{BANDWIDTH / 1e9:.0f} GB/s, an all-reduce 2 log2(P) messages and 2 (P - 1) / P of its bytes; nothing overlaps, and no "
+        "rank is slower than another. Components apart: a phase of 1,000 steps dealt to 50 hands and gathered once, against "
+        "one rank; more ranks than components stay idle."
     )
     return "\n".join([*lines, "", after])
 
