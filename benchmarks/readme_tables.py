@@ -450,6 +450,7 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "scaling_steps": ("scaling", scaling_tables.steps),
     "scaling_time": ("scaling", scaling_tables.time_to_objective),
     "scaling_exchange": ("scaling", scaling_tables.exchange),
+    "scaling_two": ("scaling", scaling_tables.two_processes),
     "scaling_ranks": ("scaling", scaling_tables.many_ranks),
 }
 

@@ -38,9 +38,9 @@ from patchbayes.runs.network import patched_net
 from patchbayes.runs.schedule import learning_rate_factor
 
 COMPONENTS = (5, 20, 50)
-EPOCHS, TARGET_EPOCH, TURN = 12, 6, 2.0
+EPOCHS, TARGET_EPOCH, TURN = 8, 4, 2.0
 SETTINGS: dict[str, Any] = {
-    "data": "digits", "model": "small_cnn", "held_out": 0.0, "augmentation": "none", "batch_size": 60, "lr": 0.002,
+    "data": "digits", "model": "small_cnn", "held_out": 0.0, "augmentation": "none", "batch_size": 90, "lr": 0.002,
     "schedule": "constant", "epochs": EPOCHS,
 }  # fmt: skip
 KINDS: dict[str, dict[str, Any]] = {
@@ -103,8 +103,8 @@ class Subject:
 
     @torch.no_grad()
     def objective(self) -> float:
-        """The negative ELBO, its NLL from the first 300 training examples and five stratified draws, in evaluation mode."""
-        raw, targets = self.dataset.train.fetch(torch.arange(300))
+        """The negative ELBO, its NLL from the first 200 training examples and five stratified draws, in evaluation mode."""
+        raw, targets = self.dataset.train.fetch(torch.arange(200))
         inputs = self.dataset.preparation.inputs(raw)
         draws = pb.Draws.stratified(self.network, 5)
         self.network.eval()
@@ -127,7 +127,7 @@ def config(components: int, sites: str = "norm+output", **settings: Any) -> Trai
     return TrainingConfig(**{**SETTINGS, "method": f"emp({components})", "sites": sites, **settings})
 
 
-def step_seconds(rounds: int = 8) -> dict[str, Any]:
+def step_seconds(rounds: int = 6) -> dict[str, Any]:
     """Processor seconds of a step, by components and kind; kinds take turns within a round."""
     found: dict[str, Any] = {}
     for components in COMPONENTS:
@@ -181,7 +181,7 @@ def trajectories(seeds: tuple[int, ...] = (0,)) -> list[dict[str, Any]]:
     return found
 
 
-def gradient_variance(draws: int = 100) -> dict[str, float]:
+def gradient_variance(draws: int = 60) -> dict[str, float]:
     """The variance that draws give to the gradient of two processes, own draws against the same: traces, patched and shared."""
     subject = Subject(config(5, sites="norm"))
     batches = EpochBatches(subject.dataset, 60, 0, 0)
@@ -213,29 +213,41 @@ def gradient_variance(draws: int = 100) -> dict[str, float]:
     return traces
 
 
+def exchanged_bytes() -> dict[str, Any]:
+    """Bytes of a step under DDP, counted by its hook; their number does not depend on how many processes there are."""
+    found = {}
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for name, make, shape in (
+            ("small_cnn, norm+output", lambda: patched_net(config(5), 10, (1, 8, 8))[0], (4, 1, 8, 8)),
+            ("resnet18, norm", _resnet18, (2, 3, 32, 32)),
+        ):
+            for learn in ("all", "patches"):
+                found[f"{name}, {learn}"] = _ddp_step(make(), shape, learn, steps=1)
+    finally:
+        dist.destroy_process_group()
+    return found
+
+
 def on_two_processes() -> dict[str, Any]:
-    """Run by torchrun: bytes and processor seconds of a step under DDP; latency and bandwidth of an all-reduce."""
+    """Run by torchrun: a step under DDP, half of the batch on each process, and an all-reduce, the least of several."""
     found: dict[str, Any] = {"steps": {}, "all_reduce": {}}
     with process_group(600) as (rank, ranks):
         torch.set_num_threads(1)
-        for size in (1, 10**4, 10**5, 10**6, 10**7):
+        for size in (1, 10**4, 10**6):
             values, seconds = torch.zeros(size), []
-            for _ in range(30 if size < 10**6 else 8):
+            for _ in range(10):
                 dist.barrier()
                 began = time.perf_counter()
                 dist.all_reduce(values)
                 seconds.append(time.perf_counter() - began)
             found["all_reduce"][4 * size] = min(seconds)
-        for name, model, shape, learn in (
-            ("small_cnn, all", patched_net(config(5), 10, (1, 8, 8))[0], (30, 1, 8, 8), "all"),
-            ("small_cnn, patches", patched_net(config(5), 10, (1, 8, 8))[0], (30, 1, 8, 8), "patches"),
-            ("resnet18 norm, all", _resnet18(), (4, 3, 32, 32), "all"),
-            ("resnet18 norm, patches", _resnet18(), (4, 3, 32, 32), "patches"),
-        ):
-            found["steps"][name] = _ddp_step(model, shape, learn)
-        found["ranks"] = ranks
-        first = rank == 0
-    return found if first else {}
+        for components in COMPONENTS:
+            for learn in ("all", "patches"):
+                model = patched_net(config(components), 10, (1, 8, 8))[0]
+                half = SETTINGS["batch_size"] // ranks
+                found["steps"][f"{components}, {learn}"] = _ddp_step(model, (half, 1, 8, 8), learn)
+    return found if rank == 0 else {}
 
 
 def _resnet18() -> nn.Module:
@@ -268,13 +280,13 @@ def _ddp_step(model: nn.Module, shape: tuple[int, ...], learn: str, steps: int =
     patched = sum(p.numel() for s in network_of(model).sites for p in s.parameters().values())
     return {
         "bytes": sum(sent) // steps,
-        "seconds": statistics.median(seconds[1:]),
+        "seconds": statistics.median(seconds[1:] or seconds),
         "parameters": sum(p.numel() for p in model.parameters()),
         "patched_parameters": patched,
     }
 
 
-def resnet_seconds(batch: int = 16, rounds: int = 2) -> dict[str, float]:
+def resnet_seconds(batch: int = 4, rounds: int = 3) -> dict[str, float]:
     """Processor seconds of a step of ResNet-18 (images of 32 pixels, norm patches), all learning and patches alone."""
     found = {}
     for learn in ("all", "patches"):
@@ -305,9 +317,10 @@ def two_processes() -> dict[str, Any]:
 PARTS = {
     "step_seconds": step_seconds,
     "trajectories": trajectories,
-    "two_processes": two_processes,
+    "exchanged_bytes": exchanged_bytes,
     "gradient_variance": gradient_variance,
     "resnet18_seconds": resnet_seconds,
+    "two_processes": two_processes,
 }
 
 
