@@ -223,6 +223,7 @@ def sharded():
     for layer in single:
         if list(layer.parameters()):
             fully_shard(layer, mesh=mesh)
+    fully_shard(single, mesh=mesh)
     wrapped = FullyShardedDataParallel(old, device_id=torch.device("cpu"), use_orig_params=True)
     for model, called in ((single, single), (old, wrapped)):
         called(inputs)
