@@ -264,7 +264,7 @@ def _ddp_step(model: nn.Module, shape: tuple[int, ...], learn: str, steps: int =
     wrapped = nn.parallel.DistributedDataParallel(model)
     sent: list[int] = []
 
-    def count(_state: Any, bucket: dist.GradBucket) -> Any:
+    def count(_state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         sent.append(bucket.buffer().numel() * bucket.buffer().element_size())
         future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
         return future.then(lambda done: done.value()[0] / dist.get_world_size())
