@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import calibration_tables
+import scaling_tables
 from family_tables import family, gradient_variance, probabilities
 from regime_tables import before_and_after, ensembles, front, regimes
 
@@ -423,7 +424,7 @@ def _circumstances(record: dict[str, Any]) -> str:
 #: Pages with tables, and the tables that they can hold with the record each is made from.
 PAGES = (
     "README.md",
-    *(f"docs/{name}.md" for name in ("calibration", "costs", "guide", "methods", "prediction", "training")),
+    *(f"docs/{name}.md" for name in ("calibration", "costs", "devices", "guide", "methods", "prediction", "training")),
 )
 TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "bayesianize": ("bayesianize_*_seed?", bayesianize),
@@ -449,6 +450,11 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "family": ("family_[fu]*", family),
     "probabilities": ("family_probabilities", probabilities),
     "gradient_variance": ("gradient_variance", gradient_variance),
+    "scaling_steps": ("scaling", scaling_tables.steps),
+    "scaling_time": ("scaling", scaling_tables.time_to_objective),
+    "scaling_exchange": ("scaling", scaling_tables.exchange),
+    "scaling_two": ("scaling", scaling_tables.two_processes),
+    "scaling_ranks": ("scaling", scaling_tables.many_ranks),
 }
 
 

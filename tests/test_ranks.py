@@ -11,7 +11,7 @@ from patchbayes.objective import share_gradients_
 from patchbayes.patching.network import network_of
 from patchbayes.prediction import predict_on_ranks
 from patchbayes.ranks import exchanged, part_of, rank_and_number, summed
-from two_processes import finish, on_processes, torchrun
+from two_processes import on_processes
 
 
 def network(sites="norm+output", method=None):
@@ -190,7 +190,6 @@ def test_patches_alone_exchange_patches_alone(tmp_path):
 
 @pytest.mark.slow
 def test_fifty_launches_end_cleanly(tmp_path):
-    (tmp_path / "script.py").write_text("")
     for _ in range(50):
         assert on_processes(tmp_path, "test_ranks", "exchanges")[1][3] == 2
 
@@ -205,7 +204,41 @@ def test_copies_of_a_patched_network_for_threads_are_refused():
     assert isinstance(plain._replicate_for_data_parallel(), nn.Linear)
 
 
-def test_the_script_of_these_tests_fails_where_a_process_does(tmp_path):
-    process = torchrun([tmp_path / "missing.py"])
-    finish(process)
-    assert process.returncode != 0
+def sharded():
+    """fully_shard of the whole network: loss, KL and gradients of one process; of single layers, and FSDP1: refused."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    mesh, (inputs, targets) = init_device_mesh("cpu", (dist.get_world_size(),)), batch()
+    plain, whole, single, old = (network() for _ in range(4))
+    for model in (plain, whole):
+        network_of(model).same_draws = True
+    fully_shard(whole, mesh=mesh)
+    apart = []
+    for model in (plain, whole):
+        (nn.functional.cross_entropy(model(inputs), targets) + pb.kl(model) / 100).backward()
+    for one, other in zip(plain.parameters(), whole.parameters(), strict=True):
+        apart.append(float((one.grad - other.grad.full_tensor()).abs().max()))
+    refused = []
+    for layer in single:
+        if list(layer.parameters()):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(single, mesh=mesh)
+    wrapped = FullyShardedDataParallel(old, device_id=torch.device("cpu"), use_orig_params=True)
+    for model, called in ((single, single), (old, wrapped)):
+        called(inputs)
+        for function in (pb.kl, lambda m: pb.predict(m, inputs, 3)):
+            try:
+                function(model)
+            except PatchbayesError as error:
+                refused.append(str(error))
+    return [max(apart), refused]
+
+
+@pytest.mark.slow
+def test_a_network_sharded_as_a_whole_works_and_other_sharding_is_refused(tmp_path):
+    for apart, refused in on_processes(tmp_path, "test_ranks", "sharded"):
+        assert apart < 1e-5
+        assert [text.partition(":")[0] for text in refused] == ["kl", "predict"] * 2
+        assert all("no component" in " ".join(text.split()) for text in refused)
+        assert "FullyShardedDataParallel" in refused[2]

@@ -170,15 +170,14 @@ def states(folder):
 def test_two_one_two_processes_go_on_from_the_same_state(inputs):
     """With the same draws on both processes, and no batch norm, that is the run of one process, to rounding."""
     chosen = config(inputs, method="emp(3)", epochs=30, same_draws=True, checkpoint_steps=1)
-    for number in (2, 1, 2):
+    for number in (2, 1):
         process = start(chosen, inputs / "parts", number)
-        if number == 2 and rows_in(inputs / "parts") > 8:
-            ends(process)
-            break
         reached = rows_in(inputs / "parts") + 4
         wait_for(lambda reached=reached: rows_in(inputs / "parts") >= reached, process)
         process.send_signal(signal.SIGTERM)
         ended(process)
+    assert rows_in(inputs / "parts") < 30
+    ends(start(chosen, inputs / "parts"))
     assert rows_in(inputs / "parts") == 30
     log = (inputs / "parts" / "log.txt").read_text()
     assert log.count("resumed after epoch") == 2
@@ -275,7 +274,7 @@ def test_two_processes_evaluate_as_one(inputs):
     for number in (1, 2):
         evaluating = ["-m", "patchbayes", "evaluate", inputs / "run", "--draws", 20, "--trust-code", "--json"]
         output = ends(torchrun(evaluating, number, paths=[inputs]))
-        assert output.count('"metrics"') == 1, output  # the first process alone prints
+        assert output.count('"schema"') == 1, output  # the first process alone prints
         found.append(read_evaluation(inputs / "run"))
     one, two = found
     assert one.num_draws == two.num_draws

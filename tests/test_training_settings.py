@@ -52,6 +52,8 @@ CHANGES = {
     "patch_lr": (0.3, {}),
     "sharing": (0.5, {}),
     "alternate": (1.0, {}),
+    "learn": ("patches", {}),
+    "component_workers": (1, {"method": "emp(3)", "learn": "patches"}),
     "momentum": (0.1, {"optimizer": "sgd"}),
     "nesterov": (True, {"optimizer": "sgd"}),
     "schedule": ("constant", {}),
@@ -107,7 +109,7 @@ def test_every_setting_that_decides_the_result_changes_it(trained, name):
 def test_every_setting_has_a_test():
     elsewhere = {
         "data", "data_dir", "target", "size", "split", "task", "columns", "augmentation", "device", "threads", "workers",
-        "report_epochs", "eval_draws", "checkpoint_seconds", "checkpoint_steps", "tensorboard",
+        "report_epochs", "eval_draws", "checkpoint_seconds", "checkpoint_steps", "tensorboard", "timeout", "same_draws",
     }  # fmt: skip
     assert set(TrainingConfig.__dataclass_fields__) == elsewhere | set(CHANGES)
 

@@ -1,5 +1,6 @@
 """How far a network's draws spread: a level for all sites and its slope over the depth, searched by forward passes alone."""
 
+import contextlib
 import copy
 import dataclasses
 import math
@@ -17,6 +18,7 @@ from ..errors import PatchbayesError
 from ..likelihoods import Likelihood
 from ..patching.frames import Frame, pushed
 from ..patching.network import PatchedNetwork, Site
+from ..patching.prefix import FixedPrefix, find_prefix, sites_alone_learn
 from ..patching.selection import call, evaluating
 from .held_out import HeldOut, to_device
 from .score import Average, best_temperature, scores
@@ -113,6 +115,8 @@ class SpreadSearch:
         self.output, self.view, self.progress, self.layers = output, view, progress, layers
         several = likelihood.offers in ("ClassPrediction", "LabelPrediction") and draws > 1
         self.draw_temperatures = [1.0, *(t * temperature for t in _DRAW_TEMPERATURES)] if several else [1.0]
+        self._prefix: FixedPrefix | None = None
+        self._looked = False
         self.sites = scalable_sites(network)
         number = len(self.sites)
         self.depths = {site: i / (number - 1) - 0.5 if number > 1 else 0.0 for i, site in enumerate(self.sites)}
@@ -208,10 +212,11 @@ class SpreadSearch:
             for inputs, wanted in self.held_out.first(examples).batches:
                 inputs, wanted = to_device(inputs, device), wanted.to(device or "cpu")
                 outputs = []
-                for which, draw in enumerate(self.pool):
-                    seen = inputs if self.view is None else self.view(inputs, which)
-                    with pushed(ScaledFrame(self.network, draw, factors)):
-                        outputs.append(self.output(call(self.model, seen)))
+                with self._prefix_kept(inputs):
+                    for which, draw in enumerate(self.pool):
+                        seen = inputs if self.view is None else self.view(inputs, which)
+                        with pushed(ScaledFrame(self.network, draw, factors)):
+                            outputs.append(self.output(call(self.model, seen)))
                 stacked = torch.stack(outputs).float()
                 for t, some in averages.items():
                     some.append(Average.of_outputs(self.likelihood, stacked, t))
@@ -230,6 +235,16 @@ class SpreadSearch:
                         found, nll=nll, draw_temperature=t, log_temperature=math.log(temperature)
                     )
         return found
+
+    def _prefix_kept(self, inputs: Any) -> contextlib.AbstractContextManager[None]:
+        """In the block, what lies before the first site is not run again for every draw of these inputs."""
+        if self.view is not None or not isinstance(inputs, Tensor) or self.draws < 2:
+            return contextlib.nullcontext()
+        if not self._looked:
+            self._looked = True
+            with sites_alone_learn(self.network, self.model):
+                self._prefix = find_prefix(self.model, inputs)
+        return contextlib.nullcontext() if self._prefix is None else self._prefix.serving(self._prefix.values(inputs))
 
     def _tell(self, more: int = 0) -> None:
         if self.progress is not None:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..draws.draws import Draws
 from .drawing import hold
-from .network import network_of, root_of, site_of
+from .network import PatchedNetwork, network_of, root_of, site_of
 
 #: How far rows of two batches of different sizes may lie apart, relative to the largest value: kernels round differently.
 _ROUNDING = 1e-4
@@ -119,6 +119,20 @@ def find_prefix(model: nn.Module, inputs: Tensor) -> FixedPrefix | None:
     return prefix if same else None
 
 
+@contextlib.contextmanager
+def sites_alone_learn(network: PatchedNetwork, model: nn.Module) -> Iterator[None]:
+    """In the block, gradients tell what depends on a site: its parameters have them, and no others."""
+    inside = {id(parameter) for site in network.sites for parameter in site.parameters().values()}
+    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        for parameter, _ in flags:
+            parameter.requires_grad_(id(parameter) in inside and parameter.is_floating_point())
+        yield
+    finally:
+        for parameter, learned in flags:
+            parameter.requires_grad_(learned)
+
+
 @dataclass
 class _Record:
     """What a forward pass did: its module calls in the order of their ends, their outputs, the calls that ran inside which."""
@@ -205,8 +219,9 @@ def _with_needs(
         results = [t for t in _tensors(root(inputs), keep_graph=True) if t.requires_grad]
     if not results:
         return calls
-    total = torch.stack([t.double().sum() for t in results]).sum()
-    gradients = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
+    with torch.enable_grad():
+        total = torch.stack([t.double().sum() for t in results]).sum()
+        gradients = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
     return [replace(call, needed=g is not None) for call, g in zip(calls, gradients, strict=True)]
 
 
