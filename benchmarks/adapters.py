@@ -127,11 +127,23 @@ def run(seed: int) -> dict[str, Any]:
     return {"seed": seed, "noise": size, "chosen": report.chosen, "rows": rows}
 
 
+def table(record: dict[str, Any]) -> str:
+    """The record in Markdown: means over seeds."""
+    lines = ["| adapter | NLL | ECE | accuracy |", "|---|---|---|---|"]
+    for name, mean in record["means"].items():
+        lines.append(f"| {name} | {mean['nll']:.4f} | {100 * mean['ece']:.1f} % | {100 * mean['accuracy']:.1f} % |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--folder", type=Path, default=RESULTS, help="where the record is written")
+    parser.add_argument("--table", action="store_true", help="print the record in Markdown, and run nothing")
     options = parser.parse_args()
+    if options.table:
+        print(table(json.loads((options.folder / "adapters.json").read_text())))
+        return
     runs: list[dict[str, Any]] = []
     for seed in range(options.seeds):
         runs.append(run(seed))
