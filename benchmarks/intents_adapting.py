@@ -154,12 +154,32 @@ def run(way: str, seed: int, data_dir: str | None) -> dict[str, Any]:
     }
 
 
+def table(record: dict[str, Any]) -> str:
+    """The record in Markdown: means over seeds."""
+    lines = [
+        "| trained | parameters | training, s | scored with | accuracy | NLL | ECE | outside AUROC |",
+        "|---" * 8 + "|",
+    ]
+    for way in WAYS:
+        runs = [one for one in record["runs"] if one["way"] == way]
+        for name in runs[0]["rows"] if runs else ():
+            mean = {key: sum(r["rows"][name][key] for r in runs) / len(runs) for key in runs[0]["rows"][name]}
+            seconds = sum(r["processor_seconds"]["training"] for r in runs) / len(runs)
+            scores = f"{100 * mean['accuracy']:.1f} % | {mean['nll']:.3f} | {100 * mean['ece']:.1f} % | {mean['outside_auroc']:.3f}"
+            lines.append(f"| {way} | {runs[0]['trained_parameters']:,} | {seconds:.0f} | {name} | {scores} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--data-dir", default=None)
     parser.add_argument("--folder", type=Path, default=RESULTS, help="where the record is written")
+    parser.add_argument("--table", action="store_true", help="print the record in Markdown, and run nothing")
     options = parser.parse_args()
+    if options.table:
+        print(table(json.loads((options.folder / "intents_adapting.json").read_text())))
+        return
     torch.set_flush_denormal(True)
     path = options.folder / "intents_adapting.json"
     done: list[dict[str, Any]] = json.loads(path.read_text())["runs"] if path.exists() else []

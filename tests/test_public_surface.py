@@ -202,7 +202,7 @@ def exercised_calls():
 CALLS = exercised_calls()
 MEMBERS = {"Mixture", "EMP", "ECMP", "DropConnect", "Ensemble"}  # whose options are fields of Mixture
 #: Called by patch_ and by the engines of prediction, not by users.
-INTERFACE = {"posterior", "draw_of", "realized", "values_of", "network_draw", "averaged"}
+INTERFACE = {"posterior", "draw_of", "realized", "values_of", "network_draw", "averaged", "running"}
 
 
 def exercised(names, parameter, position, owner=None):

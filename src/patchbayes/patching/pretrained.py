@@ -96,18 +96,19 @@ def merge_(model: nn.Module, keep: Any = "mean") -> nn.Module:
             network are undone alike.
     """
     root, _ = root_of(model)
-    merge = getattr(original_class(root), "merge_and_unload", None) or getattr(root, "merge_and_unload", None)
-    if merge is None:
+    if not hasattr(root, "merge_and_unload"):
         raise PatchbayesError(
             f"merge_: {type(root).__name__} has no adapters to merge.\n  do       unpatch_(model, keep=...) for patches alone."
         )
     unpatch_(root, keep)
-    return merge(root) if inspect.isfunction(merge) else merge()
+    return root.merge_and_unload()  # type: ignore[operator]
 
 
 @extend_roots("save_pretrained")
-def _saving(cls: type[nn.Module]) -> Callable[..., Any]:
-    own = cls.save_pretrained  # type: ignore[attr-defined]
+def _saving(cls: type[nn.Module]) -> Callable[..., Any] | None:
+    own: Any = getattr(cls, "save_pretrained", None)
+    if own is None:
+        return None
 
     @functools.wraps(own)
     def save_pretrained(self: nn.Module, save_directory: Any, *args: Any, **options: Any) -> Any:
@@ -121,8 +122,10 @@ def _saving(cls: type[nn.Module]) -> Callable[..., Any]:
 
 
 @extend_roots("load_adapter")
-def _loading_adapter(cls: type[nn.Module]) -> Callable[..., Any]:
-    own = cls.load_adapter  # type: ignore[attr-defined]
+def _loading_adapter(cls: type[nn.Module]) -> Callable[..., Any] | None:
+    own: Any = getattr(cls, "load_adapter", None)
+    if own is None:
+        return None
 
     @functools.wraps(own)
     def load_adapter(self: nn.Module, model_id: Any, adapter_name: Any = None, *args: Any, **options: Any) -> Any:
@@ -140,16 +143,26 @@ def _loading_adapter(cls: type[nn.Module]) -> Callable[..., Any]:
 
 
 @extend_roots("merge_and_unload")
-def _merging(cls: type[nn.Module]) -> Callable[..., Any]:
-    own = cls.merge_and_unload  # type: ignore[attr-defined]
+def _merging(cls: type[nn.Module]) -> Callable[..., Any] | None:
+    return _leaving(cls, "merge_and_unload")
 
-    @functools.wraps(own)
-    def merge_and_unload(self: nn.Module, *args: Any, **options: Any) -> Any:
-        if own_network(self) is not None:
-            unpatch_(self, keep="mean")
-        return own(self, *args, **options)
 
-    return merge_and_unload
+@extend_roots("unload")
+def _unloading(cls: type[nn.Module]) -> Callable[..., Any] | None:
+    return _leaving(cls, "unload")
+
+
+def _leaving(cls: type[nn.Module], name: str) -> Callable[..., Any] | None:
+    """A method after which there is no such root any more: the mean network goes through it."""
+    if not hasattr(cls, "get_base_model"):  # PEFT's networks hand it on to the adapters' model
+        return None
+
+    def left(self: nn.Module, *args: Any, **options: Any) -> Any:
+        unpatch_(self, keep="mean")
+        return getattr(self, name)(*args, **options)
+
+    left.__name__ = name
+    return left
 
 
 def _save_with(own: Callable[..., Any], root: nn.Module, folder: Path, options: Mapping[str, Any]) -> Any:

@@ -42,19 +42,21 @@ def root_class(cls: type[nn.Module]) -> type[nn.Module]:
         return with_draw(self, cls.forward, args, kwargs)
 
     def namespace() -> dict[str, Any]:
-        extended = {name: make(cls) for name, make in _extended.items() if callable(getattr(cls, name, None))}
-        return {"forward": forward, "_replicate_for_data_parallel": refuse_replicas, **extended}
+        extended = {name: make(cls) for name, make in _extended.items()}
+        members = {"forward": forward, "_replicate_for_data_parallel": refuse_replicas}
+        return members | {name: method for name, method in extended.items() if method is not None}
 
     return derived_class(cls, ("root",), namespace)
 
 
-_extended: dict[str, Callable[[type[nn.Module]], Callable[..., Any]]] = {}
+Make = Callable[[type[nn.Module]], Callable[..., Any] | None]
+_extended: dict[str, Make] = {}
 
 
-def extend_roots(name: str) -> Callable[[Callable[[type[nn.Module]], Callable[..., Any]]], Any]:
-    """Let roots whose own class has a method of this name have another one instead, made from the class."""
+def extend_roots(name: str) -> Callable[[Make], Make]:
+    """Let roots have another method of this name than their own class has, made from the class; None: its own."""
 
-    def registered(make: Callable[[type[nn.Module]], Callable[..., Any]]) -> Any:
+    def registered(make: Make) -> Make:
         _extended[name] = make
         return make
 

@@ -9,7 +9,7 @@ from ..errors import PatchbayesError
 from .classes import ClassPrediction
 from .labels import LabelPrediction
 from .prediction import Prediction
-from .targets import IGNORED, targets_of_outputs
+from .targets import IGNORED, network_name, targets_of_outputs
 
 #: The output classes of transformers, by how the names of the networks end that give them.
 _OUTPUTS = {
@@ -27,8 +27,7 @@ def model_output(model: nn.Module, prediction: Prediction, labels: Tensor | None
     """The answer as an output of transformers: averaged log-probabilities (the mean, in regression) as logits."""
     from transformers import modeling_outputs
 
-    inner: Any = getattr(model, "get_base_model", lambda: model)  # an adapter's network is that of its base
-    name = type(inner()).__name__
+    name = network_name(model)
     kind = next((kind for end, kind in _OUTPUTS.items() if name.endswith(end)), "SequenceClassifierOutput")
     loss = None if labels is None else mean_nll(model, prediction, labels)
     return getattr(modeling_outputs, kind)(loss=loss, logits=answer_of(prediction))

@@ -31,7 +31,13 @@ def without_targets(model: nn.Module, batch: Any) -> Any:
 
 def predicts_next_token(model: nn.Module) -> bool:
     """Whether the output at a position is about the token after it, as causal language models of transformers have it."""
-    return getattr(model, "loss_type", None) == "ForCausalLM"
+    return network_name(model).endswith(("ForCausalLM", "LMHeadModel"))
+
+
+def network_name(model: nn.Module) -> str:
+    """The name of a network's class; of an adapter's network that of its base."""
+    base: Any = getattr(model, "get_base_model", lambda: model)
+    return type(base()).__name__
 
 
 def targets_of_outputs(model: nn.Module, labels: Tensor) -> Tensor:
