@@ -1,7 +1,6 @@
 """Networks of transformers and timm, built from their configuration (nothing is downloaded), where those are installed."""
 
 import copy
-import importlib.util
 from typing import Any
 
 import pytest
@@ -10,22 +9,13 @@ from torch import Tensor, nn
 
 import patchbayes as pb
 from patchbayes.errors import PatchbayesError
+from torchvision_names import torchvision_operators
 from zoo import assert_same, snapshot
 
 pytestmark = pytest.mark.slow
 
 
-def _torchvision_operators() -> torch.library.Library | None:
-    """Beside a CPU-only torch the compiled part of torchvision does not load; its import needs the two names only."""
-    if importlib.util.find_spec("torchvision") is None or hasattr(torch.ops.torchvision, "nms"):
-        return None
-    library = torch.library.Library("torchvision", "DEF")
-    for name in ("nms", "qnms"):
-        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    return library
-
-
-_OPERATORS = _torchvision_operators()
+_OPERATORS = torchvision_operators()
 
 TOKENS = torch.randint(1, 50, (4, 7), generator=torch.Generator().manual_seed(0))
 IMAGES = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
