@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -27,6 +27,8 @@ from ..posteriors.method import Method
 from ..prediction import Predictor, predict
 from ..prior import Prior
 
+#: How far the components start apart.
+_JITTER = 0.3
 #: Of the gradient, what components get that were not drawn (`share_gradients_`).
 _SHARE = 0.5
 #: With fewer held-out rows, a temperature says more about them than about the network.
@@ -63,8 +65,6 @@ class _Rows:
 class _PatchBayes(BaseEstimator):
     """The parameters of both estimators, and how they train."""
 
-    _jitter: ClassVar[float]  # how far the components start apart
-
     def __init__(
         self,
         module: nn.Module | Callable[[int, int], nn.Module] | None = None,
@@ -74,7 +74,7 @@ class _PatchBayes(BaseEstimator):
         max_iter: int = 100,
         batch_size: int = 100,
         learning_rate: float = 1e-2,
-        prior_precision: float = 10.0,
+        prior_precision: float = 1.0,
         held_out: float = 0.15,
         draws: int = 20,
         random_state: Any = None,
@@ -189,9 +189,9 @@ class _PatchBayes(BaseEstimator):
 
     def _rules(self, network: nn.Module) -> dict[Any, Method]:
         """ECMP on norms, drawn for every example, and on the output layer, which takes one draw for a batch."""
-        rules: dict[Any, Method] = {"output": ECMP(5, jitter=self._jitter)}
+        rules: dict[Any, Method] = {"output": ECMP(5, jitter=_JITTER)}
         if any(is_norm(module) for module in network.modules()):
-            rules = {"norm": ECMP(5, jitter=self._jitter, per_example=True), **rules}
+            rules = {"norm": ECMP(5, jitter=_JITTER, per_example=True), **rules}
         return rules
 
     def _learned(self) -> list[nn.Parameter]:
@@ -280,7 +280,6 @@ class PatchBayesClassifier(ClassifierMixin, _PatchBayes):
     """
 
     classes_: np.ndarray
-    _jitter = 0.6
 
     def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> Self:
         """One pass over some rows. The first call names all `classes`. Nothing is held out: temperatures stay as they are."""
@@ -308,7 +307,8 @@ class PatchBayesClassifier(ClassifierMixin, _PatchBayes):
 
     def predict(self, X: Any) -> np.ndarray:
         """(n,): the most probable class."""
-        return self.classes_[self.predict_proba(X).argmax(1)]
+        probs = self.predict_proba(X)
+        return self.classes_[probs.argmax(1)]
 
     def _validated(self, X: Any, y: Any, reset: bool) -> tuple[np.ndarray, np.ndarray]:
         X, y = validate_data(self, X, y, reset=reset, dtype=np.float64)
@@ -337,8 +337,6 @@ class PatchBayesRegressor(RegressorMixin, _PatchBayes):
 
     network_, predictor_, calibration_, n_iter_, n_features_in_ as there.
     """
-
-    _jitter = 0.3
 
     def partial_fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
         """One pass over some rows. The first call decides in which units targets are standardized."""
