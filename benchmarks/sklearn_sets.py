@@ -29,8 +29,10 @@ from sklearn.neural_network import MLPClassifier, MLPRegressor
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
+import patchbayes as pb
 from patchbayes.data import read
 from patchbayes.integrations.sklearn import PatchBayesClassifier, PatchBayesRegressor
+from patchbayes.metrics import aurc
 
 CLASSES = ("iris", "wine", "breast_cancer", "digits", "uci:winered")
 NUMBERS = ("diabetes", "uci:concrete", "uci:energy", "uci:kin8nm", "uci:power")
@@ -72,8 +74,9 @@ def regressor(contestant: str, seed: int) -> Any:
     return RandomForestRegressor(random_state=seed)
 
 
-def of_classes(split: Split, contestant: str, seed: int) -> dict[str, float]:
-    """Accuracy and NLL; a class that training has not seen counts with the smallest number."""
+def of_classes(split: Split, contestant: str, seed: int) -> dict[str, Any]:
+    """Accuracy and NLL; a class that training has not seen counts with the smallest number. Of ours also the areas under the
+    risk-coverage curve by three scores."""
     train, test, train_y, test_y = split
     began = time.process_time()
     model = classifier(contestant, seed).fit(train, train_y)
@@ -82,7 +85,17 @@ def of_classes(split: Split, contestant: str, seed: int) -> dict[str, float]:
     probs = model.predict_proba(test)
     nll = log_loss(test_y[known], probs[known], labels=model.classes_) * known.mean()
     nll += -math.log(np.finfo(float).eps) * (~known).mean()
-    return {"score": float((model.predict(test) == test_y).mean()), "nll": float(nll), "seconds": seconds}
+    right = model.predict(test) == test_y
+    found: dict[str, Any] = {"score": float(right.mean()), "nll": float(nll), "seconds": seconds}
+    if contestant == "patchbayes":
+        said = pb.predict(model.network_, torch.tensor(test), model.predictor_.draws)
+        scores = {
+            "confidence": said.confidence,
+            "entropy": -said.entropy,
+            "mutual information": -said.mutual_information,
+        }
+        found["aurc"] = {name: aurc(score, torch.tensor(right)) for name, score in scores.items()}
+    return found
 
 
 def of_numbers(split: Split, contestant: str, seed: int) -> dict[str, float]:
@@ -126,7 +139,7 @@ def main(words: Sequence[str] | None = None) -> None:
     done = {(row["set"], row["seed"], row["contestant"]) for row in rows}
     for seed in arguments.seeds:
         for name in arguments.sets:
-            measure: Callable[..., dict[str, float]] = of_classes if name in CLASSES else of_numbers
+            measure: Callable[..., dict[str, Any]] = of_classes if name in CLASSES else of_numbers
             for contestant in CONTESTANTS:
                 if (name, seed, contestant) in done:
                     continue
