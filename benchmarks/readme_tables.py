@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from integration_tables import matrix, selective, sklearn_sets
 from regime_tables import before_and_after, front, regimes
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -419,7 +420,15 @@ def _circumstances(record: dict[str, Any]) -> str:
 
 
 #: Pages with tables, and the tables that they can hold with the record each is made from.
-PAGES = ("README.md", "docs/guide.md", "docs/costs.md", "docs/prediction.md", "docs/training.md")
+PAGES = (
+    "README.md",
+    "docs/guide.md",
+    "docs/costs.md",
+    "docs/prediction.md",
+    "docs/training.md",
+    "docs/integrations.md",
+    "docs/decisions.md",
+)
 TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "bayesianize": ("bayesianize_*_seed?", bayesianize),
     "trained": ("bayesianize_*_seed?", trained),
@@ -439,6 +448,9 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "before_after": ("before_after", before_after),
     "large": ("prediction_bert_head", large),
     "resident": ("resident", resident),
+    "sklearn_sets": ("sklearn_sets", sklearn_sets),
+    "selective": ("sklearn_sets", selective),
+    "matrix": ("matrix", matrix),
 }
 
 

@@ -31,7 +31,9 @@ def test_a_module_that_knows_nothing_of_patches_trains_and_is_validated_by_avera
     run = trainer(callbacks=[callback], max_epochs=2)
     run.fit(module, loader(), loader(batch_size=64))
     assert list(pb.patched_sites(module.model)) == ["1", "3"]
-    assert run.callback_metrics["kl"] == pytest.approx(float(pb.kl(module.model)), rel=0.2)  # of the step before the last
+    assert run.callback_metrics["kl"] == pytest.approx(
+        float(pb.kl(module.model)), rel=0.2
+    )  # of the step before the last
     (found,) = run.validate(module, loader(batch_size=64), verbose=False)
     prediction = pb.predict(module.model, X, pb.Predictor(module.model, 7).draws)
     assert found["nll"] == pytest.approx(float(F.nll_loss(prediction.log_probs, Y)), rel=1e-5)
