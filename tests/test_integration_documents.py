@@ -118,6 +118,7 @@ def test_decisions(names):
     assert names["arrays"]["probs"].shape == (350, 3)
 
 
+@pytest.mark.slow
 def test_mapie_takes_the_estimator(names):
     pytest.importorskip("mapie")
     from patchbayes.integrations.sklearn import PatchBayesClassifier
@@ -146,6 +147,7 @@ def test_processes(names):
     run(code, names, "integrations.md")
 
 
+@pytest.mark.slow
 def test_scikit_learn(names):
     pytest.importorskip("sklearn", "1.6")
     X, y = (part.numpy() for part in names["loader"].dataset.tensors)
