@@ -27,9 +27,7 @@ def sklearn_sets(record: dict[str, Any]) -> str:
         numbers = "coverage" in own[0]
         cells = [_cell([row for row in own if row["contestant"] == c], numbers) for c in _CONTESTANTS]
         kind = "RMSE / deviation" if numbers else "accuracy"
-        lines.append(
-            f"| {name.removeprefix('uci:').replace('_', ' ')}, {own[0]['rows']:,} | {kind} | {' | '.join(cells)} |"
-        )
+        lines.append(f"| {_title(name)}, {own[0]['rows']:,} | {kind} | {' | '.join(cells)} |")
     text = (
         "Score; NLL (of a Gaussian with the predicted moments, targets in standard units, in regression); in regression the "
         "share of targets inside 90 % intervals and their width in standard deviations; seconds of the processor to fit, in "
@@ -37,6 +35,10 @@ def sklearn_sets(record: dict[str, Any]) -> str:
         f"from the residuals of 15 % of the rows. {_wins(rows)} Commit {record['commit']}. Command: `{record['command']}`."
     )
     return "\n".join([*lines, "", text])
+
+
+def _title(name: str) -> str:
+    return "red wine, quality" if name == "uci:wine" else name.removeprefix("uci:").replace("_", " ")
 
 
 def _cell(rows: list[dict[str, Any]], numbers: bool) -> str:
@@ -81,7 +83,7 @@ def selective(record: dict[str, Any]) -> str:
     for name in dict.fromkeys(row["set"] for row in rows):
         own = [row["aurc"] for row in rows if row["set"] == name]
         cells = [f"{100 * statistics.fmean(one[score] for one in own):.2f} %" for score in scores]
-        lines.append(f"| {name.removeprefix('uci:').replace('_', ' ')} | {' | '.join(cells)} |")
+        lines.append(f"| {_title(name)} | {' | '.join(cells)} |")
     text = f"`PatchBayesClassifier`. {_seeds(rows)}. Commit {record['commit']}. Command: `{record['command']}`."
     return "\n".join([*lines, "", text])
 

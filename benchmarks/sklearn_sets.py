@@ -34,7 +34,7 @@ from patchbayes.data import read
 from patchbayes.integrations.sklearn import PatchBayesClassifier, PatchBayesRegressor
 from patchbayes.metrics import aurc
 
-CLASSES = ("iris", "wine", "breast_cancer", "digits", "uci:winered")
+CLASSES = ("iris", "wine", "breast_cancer", "digits", "uci:wine")
 NUMBERS = ("diabetes", "uci:concrete", "uci:energy", "uci:kin8nm", "uci:power")
 CONTESTANTS = ("patchbayes", "mlp", "forest")
 MOST_ROWS, HELD_OUT, LEVEL = 1500, 0.15, 0.9

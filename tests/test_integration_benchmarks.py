@@ -4,8 +4,9 @@ from importlib import import_module
 
 import pytest
 import torch
-from test_benchmarks import _importable  # noqa: F401  a fixture that every test takes
 from torch import nn
+
+from test_benchmarks import _importable  # noqa: F401  a fixture that every test takes
 
 
 def test_a_network_goes_through_all_steps_and_failures_are_named():
