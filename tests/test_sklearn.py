@@ -174,6 +174,17 @@ def test_partial_fit_goes_on_from_where_it_was(name):
     np.testing.assert_array_equal(again.partial_fit(X, y).predict(X), found.partial_fit(X, y).predict(X))
 
 
+def test_fit_begins_anew_and_partial_fit_goes_on_from_it():
+    X, y = IRIS
+    found = small(max_iter=5).partial_fit(X, y, classes=[0, 1, 2])
+    found.fit(X, y)
+    np.testing.assert_array_equal(found.predict_proba(X), small(max_iter=5).fit(X, y).predict_proba(X))
+    before = found.network_[1].weight.detach().clone()
+    found.partial_fit(X, y)
+    assert found.n_iter_ == 6
+    assert not torch.equal(found.network_[1].weight, before)
+
+
 def test_partial_fit_knows_its_classes():
     X, y = IRIS
     with pytest.raises(ValueError, match="first call needs classes"):
