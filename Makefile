@@ -36,7 +36,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/zoo: $(VENV)/installed
-	$(PIP) --editable ".[zoo]"
+	$(PIP) --editable ".[zoo,lightning,sklearn]"
 	touch $@
 
 $(VENV)/bench: $(VENV)/installed

@@ -70,14 +70,17 @@ TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def of_timm() -> Iterator[tuple[str, Callable[[], tuple[nn.Module, Any]]]]:
+def of_timm(size: int | None = None) -> Iterator[tuple[str, Callable[[], tuple[nn.Module, Any]]]]:
+    """Each with a batch of its own input size; with `size`, of that size where the network takes any."""
     import timm
 
     for name in TIMM:
 
         def build(name: str = name) -> tuple[nn.Module, Any]:
             model = timm.create_model(name, num_classes=7)
-            return model, torch.rand(2, *model.default_cfg["input_size"])
+            channels, *own = model.default_cfg["input_size"]
+            free = size is not None and not model.default_cfg.get("fixed_input_size", False)
+            return model, torch.rand(2, channels, *([size, size] if free else own))
 
         yield name, build
 

@@ -11,6 +11,7 @@ from typing import Any
 import calibration_tables
 import scaling_tables
 from family_tables import family, gradient_variance, probabilities
+from integration_tables import matrix, selective, sklearn_sets
 from regime_tables import before_and_after, ensembles, front, regimes
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -424,7 +425,15 @@ def _circumstances(record: dict[str, Any]) -> str:
 #: Pages with tables, and the tables that they can hold with the record each is made from.
 PAGES = (
     "README.md",
-    *(f"docs/{name}.md" for name in ("calibration", "costs", "devices", "guide", "methods", "prediction", "training")),
+    "docs/calibration.md",
+    "docs/costs.md",
+    "docs/decisions.md",
+    "docs/devices.md",
+    "docs/guide.md",
+    "docs/integrations.md",
+    "docs/methods.md",
+    "docs/prediction.md",
+    "docs/training.md",
 )
 TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "bayesianize": ("bayesianize_*_seed?", bayesianize),
@@ -455,6 +464,9 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "scaling_exchange": ("scaling", scaling_tables.exchange),
     "scaling_two": ("scaling", scaling_tables.two_processes),
     "scaling_ranks": ("scaling", scaling_tables.many_ranks),
+    "sklearn_sets": ("sklearn_sets", sklearn_sets),
+    "selective": ("sklearn_sets", selective),
+    "matrix": ("matrix", matrix),
 }
 
 

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 import patchbayes as pb
-from third_party import TOKENS, bert, torchvision_operators
+from third_party import TOKENS, bert
+from torchvision_names import torchvision_operators
 
 _OPERATORS = torchvision_operators()
 INPUTS = {"input_ids": TOKENS}

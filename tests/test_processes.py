@@ -55,7 +55,12 @@ def step(model: nn.Module) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("name", ZOO)
+def in_part(names, fast):
+    """All names, those that are not in `fast` marked slow."""
+    return [pytest.param(name, marks=[] if name in fast else pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("name", in_part(ZOO, ("mlp", "lstm", "transformer", "tied")))
 def test_networks_of_many_kinds_arrive_whole_and_independent(name):
     entry = ZOO[name]
     plain, inputs = entry.build(), entry.inputs()
@@ -78,7 +83,7 @@ def test_networks_of_many_kinds_arrive_whole_and_independent(name):
     assert_same(snapshot(model), again)
 
 
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", in_part(OURS, ("EMP", "MeanField", "Flow", "LearnedLaw")))
 def test_every_posterior_goes_on_training_to_the_same_bits(name):
     model = patched(OURS[name], "linear")
     step(model)

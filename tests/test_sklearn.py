@@ -43,6 +43,11 @@ def regressor():
     return small("regressor", max_iter=80, learning_rate=0.02).fit(*numbers(300))
 
 
+@pytest.fixture(scope="module")
+def after_five():
+    return small(max_iter=5).fit(*IRIS).predict_proba(IRIS[0])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("estimator", [PatchBayesClassifier(), PatchBayesRegressor()], ids=BOTH)
 def test_every_check_of_scikit_learn_passes(estimator):
@@ -70,7 +75,7 @@ def test_every_check_of_scikit_learn_passes(estimator):
 def test_checks_that_are_easily_broken(name, check):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        getattr(estimator_checks, check)(type(small(name)).__name__, small(name, max_iter=5))
+        getattr(estimator_checks, check)(type(small(name)).__name__, small(name, max_iter=2, draws=2))
 
 
 def test_a_classifier_learns_and_its_probabilities_are_those_of_the_predictor(classifier):
@@ -119,14 +124,16 @@ def test_a_regressor_says_how_sure_it_is_in_the_units_of_the_target(regressor):
 
 def test_units_and_offsets_of_targets_do_not_matter():
     X, y = numbers(60)
-    one, other = (small("regressor").fit(X, targets).predict(X, return_std=True) for targets in (y, 1000 * y + 7))
+    one, other = (
+        small("regressor", max_iter=5).fit(X, targets).predict(X, return_std=True) for targets in (y, 1000 * y + 7)
+    )
     np.testing.assert_allclose(other[0], 1000 * one[0] + 7, rtol=1e-6)
     np.testing.assert_allclose(other[1], 1000 * one[1], rtol=1e-6)
 
 
 def test_several_targets_at_once():
     X, y = numbers(80)
-    both = small("regressor").fit(X, np.column_stack([y, -y]))
+    both = small("regressor", max_iter=5).fit(X, np.column_stack([y, -y]))
     mean, deviation = both.predict(X, return_std=True)
     assert mean.shape == deviation.shape == (80, 2)
     assert both.predict_interval(X[:3]).shape == (3, 2, 2)
@@ -137,12 +144,14 @@ def test_weights_are_multiplicities_and_the_order_of_rows_does_not_matter(name):
     X, y = IRIS if name == "classifier" else numbers(60)
     weights = np.random.RandomState(0).randint(0, 3, len(y))
     order = np.random.RandomState(1).permutation(len(y))
-    weighted = small(name).fit(X, y, sample_weight=weights)
-    repeated = small(name).fit(np.repeat(X, weights, 0)[::-1], np.repeat(y, weights)[::-1])
-    shuffled = small(name).fit(X[order], y[order], sample_weight=weights[order].astype(float))
+    weighted = small(name, max_iter=5).fit(X, y, sample_weight=weights)
+    repeated = small(name, max_iter=5).fit(np.repeat(X, weights, 0)[::-1], np.repeat(y, weights)[::-1])
+    shuffled = small(name, max_iter=5).fit(X[order], y[order], sample_weight=weights[order].astype(float))
     for other in (repeated, shuffled):
         np.testing.assert_allclose(other.predict(X), weighted.predict(X), rtol=1e-12)
-    assert not np.array_equal(small(name).fit(X, y).network_[1].weight.detach(), weighted.network_[1].weight.detach())
+    assert not np.array_equal(
+        small(name, max_iter=5).fit(X, y).network_[1].weight.detach(), weighted.network_[1].weight.detach()
+    )
     with pytest.raises(ValueError, match=r"non-zero|weights are 0"):
         small(name).fit(X, y, sample_weight=np.zeros(len(y)))
 
@@ -165,6 +174,17 @@ def test_partial_fit_goes_on_from_where_it_was(name):
     np.testing.assert_array_equal(again.partial_fit(X, y).predict(X), found.partial_fit(X, y).predict(X))
 
 
+def test_fit_begins_anew_and_partial_fit_goes_on_from_it():
+    X, y = IRIS
+    found = small(max_iter=5).partial_fit(X, y, classes=[0, 1, 2])
+    found.fit(X, y)
+    np.testing.assert_array_equal(found.predict_proba(X), small(max_iter=5).fit(X, y).predict_proba(X))
+    before = found.network_[1].weight.detach().clone()
+    found.partial_fit(X, y)
+    assert found.n_iter_ == 6
+    assert not torch.equal(found.network_[1].weight, before)
+
+
 def test_partial_fit_knows_its_classes():
     X, y = IRIS
     with pytest.raises(ValueError, match="first call needs classes"):
@@ -181,7 +201,9 @@ def test_states_seeds_and_the_global_state():
     X, y = IRIS
     torch.manual_seed(3)
     before = torch.random.get_rng_state()
-    one, same, other = (small(random_state=s).fit(X, y).predict_proba(X) for s in (1, 1, np.random.RandomState(2)))
+    one, same, other = (
+        small(max_iter=5, random_state=s).fit(X, y).predict_proba(X) for s in (1, 1, np.random.RandomState(2))
+    )
     assert torch.equal(torch.random.get_rng_state(), before)
     np.testing.assert_array_equal(one, same)
     assert not np.allclose(one, other)
@@ -190,14 +212,14 @@ def test_states_seeds_and_the_global_state():
 @pytest.mark.parametrize(
     "setting",
     [
-        {"hidden": (8, 8)}, {"max_iter": 21}, {"batch_size": 40}, {"learning_rate": 0.03}, {"prior_precision": 30.0},
+        {"hidden": (8, 8)}, {"max_iter": 6}, {"batch_size": 40}, {"learning_rate": 0.03}, {"prior_precision": 30.0},
         {"held_out": 0.3}, {"draws": 2}, {"method": pb.EMP(2)}, {"module": nn.Linear},
     ],
     ids=lambda setting: next(iter(setting)),
 )  # fmt: skip
-def test_every_parameter_changes_the_answer(setting):
+def test_every_parameter_changes_the_answer(setting, after_five):
     X, y = IRIS
-    assert not np.array_equal(small(**setting).fit(X, y).predict_proba(X), small().fit(X, y).predict_proba(X))
+    assert not np.array_equal(small(**{"max_iter": 5, **setting}).fit(X, y).predict_proba(X), after_five)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import patchbayes as pb
 from patchbayes.errors import PatchbayesError
-from third_party import torchvision_operators
+from torchvision_names import torchvision_operators
 from zoo import assert_same, snapshot
 
 pytestmark = pytest.mark.slow

@@ -1,6 +1,5 @@
 """Small networks of transformers and PEFT, built from their configuration: nothing is downloaded."""
 
-import importlib.util
 import json
 import os
 from pathlib import Path
@@ -10,16 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-
-def torchvision_operators() -> torch.library.Library | None:
-    """Beside a CPU-only torch the compiled part of torchvision does not load; its import needs the two names only."""
-    if importlib.util.find_spec("torchvision") is None or hasattr(torch.ops.torchvision, "nms"):
-        return None
-    library = torch.library.Library("torchvision", "DEF")
-    for name in ("nms", "qnms"):
-        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    return library
-
+from torchvision_names import torchvision_operators
 
 _OPERATORS = torchvision_operators()
 

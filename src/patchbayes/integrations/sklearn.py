@@ -3,9 +3,8 @@
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -26,44 +25,22 @@ from ..posteriors import ECMP
 from ..posteriors.method import Method
 from ..prediction import Predictor, predict
 from ..prior import Prior
+from .weighted_rows import Rows, in_batches
 
+#: How far the components start apart.
+_JITTER = 0.3
 #: Of the gradient, what components get that were not drawn (`share_gradients_`).
 _SHARE = 0.5
 #: With fewer held-out rows, a temperature says more about them than about the network.
 _FEW = 20
-#: Passes over the rows that weights can ask for in one epoch.
-_MOST_PASSES = 10
 #: Rows that are predicted together.
 _TOGETHER = 4096
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """Distinct rows in sorted order, with their targets and weights: the same for repeated rows as for weighted ones."""
-
-    inputs: Tensor
-    targets: Tensor
-    weights: Tensor
-
-    @property
-    def total(self) -> float:
-        return float(self.weights.sum())
-
-    def __getitem__(self, which: Tensor) -> "_Rows":
-        return _Rows(self.inputs[which], self.targets[which], self.weights[which])
-
-    def positions(self, generator: torch.Generator) -> Tensor:
-        """Numbers of rows in a random order, each as often as its weight says: at least two, since batch norms need them."""
-        number = max(2, min(round(self.total), _MOST_PASSES * len(self.weights)))
-        reached = (torch.arange(number, dtype=torch.float64) + 0.5) * (self.total / number)
-        rows = torch.searchsorted(self.weights.cumsum(0), reached, right=True).clamp_max(len(self.weights) - 1)
-        return rows[torch.randperm(number, generator=generator)]
 
 
 class _PatchBayes(BaseEstimator):
     """The parameters of both estimators, and how they train."""
 
-    _jitter: ClassVar[float]  # how far the components start apart
+    _optimizer: torch.optim.Optimizer | None  # that of `partial_fit`
 
     def __init__(
         self,
@@ -74,7 +51,7 @@ class _PatchBayes(BaseEstimator):
         max_iter: int = 100,
         batch_size: int = 100,
         learning_rate: float = 1e-2,
-        prior_precision: float = 10.0,
+        prior_precision: float = 1.0,
         held_out: float = 0.15,
         draws: int = 20,
         random_state: Any = None,
@@ -107,8 +84,7 @@ class _PatchBayes(BaseEstimator):
         for _ in range(self.max_iter):
             self._epoch(rows, optimizer, generator, rows.total)
             schedule.step()
-        self.n_iter_ = self.max_iter
-        self.calibration_ = None
+        self.n_iter_, self._seen, self.calibration_ = self.max_iter, rows.total, None
         if held_out is not None:
             batches = [self._batch(held_out, some) for some in held_out.positions(generator).split(_TOGETHER)]
             self.calibration_ = calibrate_(
@@ -122,10 +98,9 @@ class _PatchBayes(BaseEstimator):
         if first:
             self._check_settings()
             self._make_network(rows)
-            self.n_iter_, self.calibration_ = 0, None
-        if first or not hasattr(self, "_optimizer"):
+            self.n_iter_, self._seen, self.calibration_ = 0, 0.0, None
+        if self._optimizer is None:
             self._optimizer = torch.optim.Adam(self._learned(), self.learning_rate)
-            self._seen = 0.0
         self._seen += rows.total
         self._epoch(rows, self._optimizer, torch.Generator().manual_seed(self._seed + self.n_iter_), self._seen)
         self.n_iter_ += 1
@@ -146,7 +121,7 @@ class _PatchBayes(BaseEstimator):
         if not isinstance(self.held_out, Real) or not 0 <= float(self.held_out) < 1:
             raise ValueError(f"{where}(held_out={self.held_out!r}): expected a share from 0 to below 1.")
 
-    def _rows(self, X: np.ndarray, y: np.ndarray, sample_weight: Any) -> _Rows:
+    def _rows(self, X: np.ndarray, y: np.ndarray, sample_weight: Any) -> Rows:
         weights = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
         targets = self._encoded(y)
         table = np.column_stack([X, targets])[weights > 0]
@@ -156,9 +131,9 @@ class _PatchBayes(BaseEstimator):
         weights = np.bincount(place.ravel(), weights[weights > 0])
         inputs, wanted = table[:, : X.shape[1]], table[:, X.shape[1] :]
         targets = wanted[:, 0].astype(np.int64) if targets.ndim == 1 else wanted
-        return _Rows(*(torch.tensor(part) for part in (inputs, targets, weights)))
+        return Rows(*(torch.tensor(part) for part in (inputs, targets, weights)))
 
-    def _make_network(self, rows: _Rows) -> torch.Generator:
+    def _make_network(self, rows: Rows) -> torch.Generator:
         """The network, patched, and the source of all random numbers of its training."""
         self._seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         generator = torch.Generator().manual_seed(self._seed)
@@ -185,20 +160,21 @@ class _PatchBayes(BaseEstimator):
                 generator=generator,
             )
         self.network_ = network
+        self._optimizer = None
         return generator
 
     def _rules(self, network: nn.Module) -> dict[Any, Method]:
         """ECMP on norms, drawn for every example, and on the output layer, which takes one draw for a batch."""
-        rules: dict[Any, Method] = {"output": ECMP(5, jitter=self._jitter)}
+        rules: dict[Any, Method] = {"output": ECMP(5, jitter=_JITTER)}
         if any(is_norm(module) for module in network.modules()):
-            rules = {"norm": ECMP(5, jitter=self._jitter, per_example=True), **rules}
+            rules = {"norm": ECMP(5, jitter=_JITTER, per_example=True), **rules}
         return rules
 
     def _learned(self) -> list[nn.Parameter]:
         everything = [*self.network_.parameters(), *network_of(self.network_).likelihood.parameters()]
         return [parameter for parameter in everything if parameter.requires_grad]
 
-    def _split(self, rows: _Rows, generator: torch.Generator) -> tuple[_Rows | None, _Rows]:
+    def _split(self, rows: Rows, generator: torch.Generator) -> tuple[Rows | None, Rows]:
         """The rows that are held out, if they are enough, and the others; of every class the same share."""
         groups = rows.targets if rows.targets.dim() == 1 else torch.zeros(len(rows.targets), dtype=torch.int64)
         order = torch.randperm(len(groups), generator=generator)
@@ -210,11 +186,9 @@ class _PatchBayes(BaseEstimator):
             return None, rows
         return rows[away], rows[~away]
 
-    def _epoch(
-        self, rows: _Rows, optimizer: torch.optim.Optimizer, generator: torch.Generator, num_data: float
-    ) -> None:
+    def _epoch(self, rows: Rows, optimizer: torch.optim.Optimizer, generator: torch.Generator, num_data: float) -> None:
         network = self.network_.train()
-        for some in _batches(rows.positions(generator), int(self.batch_size)):
+        for some in in_batches(rows.positions(generator), int(self.batch_size)):
             inputs, targets = self._batch(rows, some)
             log_prob = network_of(network).likelihood.log_prob(network(inputs).unsqueeze(0), targets)
             loss = kl(network) / num_data - log_prob.mean()
@@ -223,7 +197,7 @@ class _PatchBayes(BaseEstimator):
             share_gradients_(network, _SHARE)
             optimizer.step()
 
-    def _batch(self, rows: _Rows, some: Tensor) -> tuple[Tensor, Tensor]:
+    def _batch(self, rows: Rows, some: Tensor) -> tuple[Tensor, Tensor]:
         """Inputs and targets in the network's type; numbers of classes stay whole."""
         targets = rows.targets[some]
         return rows.inputs[some].to(self._dtype), targets.to(self._dtype) if targets.is_floating_point() else targets
@@ -255,7 +229,7 @@ class _PatchBayes(BaseEstimator):
     def _num_outputs(self) -> int:
         raise NotImplementedError
 
-    def _likelihood(self, network: nn.Module, rows: _Rows) -> Likelihood:
+    def _likelihood(self, network: nn.Module, rows: Rows) -> Likelihood:
         raise NotImplementedError
 
 
@@ -280,7 +254,6 @@ class PatchBayesClassifier(ClassifierMixin, _PatchBayes):
     """
 
     classes_: np.ndarray
-    _jitter = 0.6
 
     def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> Self:
         """One pass over some rows. The first call names all `classes`. Nothing is held out: temperatures stay as they are."""
@@ -308,7 +281,8 @@ class PatchBayesClassifier(ClassifierMixin, _PatchBayes):
 
     def predict(self, X: Any) -> np.ndarray:
         """(n,): the most probable class."""
-        return self.classes_[self.predict_proba(X).argmax(1)]
+        probs = self.predict_proba(X)
+        return self.classes_[probs.argmax(1)]
 
     def _validated(self, X: Any, y: Any, reset: bool) -> tuple[np.ndarray, np.ndarray]:
         X, y = validate_data(self, X, y, reset=reset, dtype=np.float64)
@@ -324,7 +298,7 @@ class PatchBayesClassifier(ClassifierMixin, _PatchBayes):
     def _num_outputs(self) -> int:
         return len(self.classes_)
 
-    def _likelihood(self, network: nn.Module, rows: _Rows) -> Likelihood:
+    def _likelihood(self, network: nn.Module, rows: Rows) -> Likelihood:
         return Categorical()
 
 
@@ -337,8 +311,6 @@ class PatchBayesRegressor(RegressorMixin, _PatchBayes):
 
     network_, predictor_, calibration_, n_iter_, n_features_in_ as there.
     """
-
-    _jitter = 0.3
 
     def partial_fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
         """One pass over some rows. The first call decides in which units targets are standardized."""
@@ -391,7 +363,7 @@ class PatchBayesRegressor(RegressorMixin, _PatchBayes):
     def _num_outputs(self) -> int:
         return 2 * len(self._center)
 
-    def _likelihood(self, network: nn.Module, rows: _Rows) -> Likelihood:
+    def _likelihood(self, network: nn.Module, rows: Rows) -> Likelihood:
         targets = len(self._center)
         modes = {module: module.training for module in network.modules()}
         with torch.no_grad():
@@ -407,11 +379,3 @@ class PatchBayesRegressor(RegressorMixin, _PatchBayes):
             f"PatchBayesRegressor: expected a network with {targets} outputs (means) or {2 * targets} (means, then logarithms "
             f"of variances) for {targets} target(s), got {shape} for two rows."
         )
-
-
-def _batches(positions: Tensor, size: int) -> list[Tensor]:
-    """Batches of at most `size`, none of a single row: batch norms refuse it."""
-    found = list(positions.split(size))
-    if len(found) > 1 and len(found[-1]) == 1:
-        found[-2:] = [torch.cat(found[-2:])]
-    return found

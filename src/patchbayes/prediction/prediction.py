@@ -224,6 +224,12 @@ class Prediction(ABC):
         arrays = {name: getattr(self, name).detach().cpu().numpy() for name in names}
         return arrays | {"temperature": np.array(self.temperature), "num_draws": np.array(self.num_draws)}
 
+    def to(self, device: torch.device | str) -> Self:
+        """The same with its tensors on a device. Trainers move outputs so: a prediction can be what `predict_step` returns."""
+        held: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        moved: dict[str, Any] = {name: value.to(device) for name, value in held.items() if isinstance(value, Tensor)}
+        return dataclasses.replace(self, **moved)
+
     def usable(self) -> Self:
         """The same with ordinary tensors, where those were made in inference mode."""
         made: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from third_party import Requests, bert, gpt2, torchvision_operators
+from third_party import Requests, bert, gpt2
+from torchvision_names import torchvision_operators
 
 _OPERATORS = torchvision_operators()
 ROOT = Path(__file__).resolve().parent.parent
@@ -17,7 +18,7 @@ TEXT = (ROOT / "docs" / "integrations.md").read_text()
 SECTIONS = {
     part.partition("\n")[0].strip(): part
     for part in re.split(r"^## ", TEXT, flags=re.MULTILINE)
-    if "Hugging Face" in part
+    if part.startswith("Hugging Face")
 }
 
 
