@@ -36,7 +36,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/zoo: $(VENV)/installed
-	$(PIP) --editable ".[zoo,lightning,sklearn]"
+	$(PIP) --editable ".[zoo,hf,lightning,sklearn]"
 	touch $@
 
 $(VENV)/bench: $(VENV)/installed
