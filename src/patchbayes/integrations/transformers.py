@@ -137,7 +137,7 @@ class BayesTrainerMixin:
             load_(self.model, folder)
 
 
-class BayesTrainer(BayesTrainerMixin, Trainer):  # type: ignore[misc]
+class BayesTrainer(BayesTrainerMixin, Trainer):
     """The Trainer of transformers for a patched network; keywords as in `BayesTrainerMixin` and `Trainer`."""
 
 
