@@ -10,6 +10,17 @@ from typing import Any
 
 import calibration_tables
 import scaling_tables
+from engine_tables import (
+    NAMES,
+    before_after,
+    capture,
+    circumstances,
+    early_stopping,
+    first_call,
+    large,
+    resident,
+    serving,
+)
 from family_tables import family, gradient_variance, probabilities
 from integration_tables import matrix, selective, sklearn_sets
 from regime_tables import before_and_after, ensembles, front, regimes
@@ -42,14 +53,6 @@ def training_overhead(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-NAMES = {
-    "mlp": "MLP 2x50",
-    "resnet20": "ResNet-20, 32 px",
-    "resnet18": "ResNet-18, 32 px",
-    "resnet18_224": "ResNet-18, 224 px",
-}
-
-
 def prediction(record: dict[str, Any]) -> str:
     lines = [
         "| network, batch 8, S = 200 | patched | method | S unpatched passes | plain loop | engine, same draws | engine / loop "
@@ -72,7 +75,7 @@ def prediction(record: dict[str, Any]) -> str:
     count = sum(cell["ratio"] > 1.05 for cell in record["cells"])
     lines += [
         "",
-        f"One process, untrained weights, seed 0, median of at least {rounds} rounds, {_circumstances(record)}; ~ marks times "
+        f"One process, untrained weights, seed 0, median of at least {rounds} rounds, {circumstances(record)}; ~ marks times "
         "scaled up from at least 10 draws, the loop's by draws, the engine's by its counted arithmetic. The floor is that "
         f"arithmetic at the speed of the unpatched network. Of all {len(record['cells'])} cells (batch 1, 8, 64; S = 1, 20, "
         f"200) {count} are above 1.05 times the loop, the worst ({NAMES[worst['network']]}, {worst['method'].upper()}, batch "
@@ -124,7 +127,7 @@ def prediction_targets(record: dict[str, Any]) -> str:
         f"| regression network: 100 times faster than a loop of 200 | {len(rates)} | {sum(rate >= 100 for rate in rates)} "
         f"| {statistics.median(rates):.0f} | {min(rates):.0f} |"
     )
-    return "\n".join([*lines, "", f"Measured {_circumstances(record)}. Command: `{record['command']}`."])
+    return "\n".join([*lines, "", f"Measured {circumstances(record)}. Command: `{record['command']}`."])
 
 
 def _where(cell: dict[str, Any]) -> str:
@@ -168,7 +171,7 @@ def prediction_profile(record: dict[str, Any]) -> str:
             cells = [f"{100 * row[name].get(kind, 0):.0f} %" for kind in kinds]
             lines.append(f"| {where} | {title} | {row[name]['milliseconds']:.3g} | {' | '.join(cells)} |")
     return "\n".join(
-        [*lines, "", f"Batch {record['rows'][0]['batch']}, {_circumstances(record)}. Command: `{record['command']}`."]
+        [*lines, "", f"Batch {record['rows'][0]['batch']}, {circumstances(record)}. Command: `{record['command']}`."]
     )
 
 
@@ -202,115 +205,6 @@ def _times(row: dict[str, Any]) -> str:
     return f"{'~' if row['scaled'] else ''}{row['times_unpatched']:.2g}"
 
 
-def early_stopping(record: dict[str, Any]) -> str:
-    low, high = record["ratio_quartiles"]
-    return (
-        f"`draws='auto', tolerance={record['tolerance']}` on {record['inputs']} test images of CIFAR-100 and a "
-        f"ResNet-20 that others trained ({record['method']}, norm and output patched): {record['draws_used']:.0f} draws for an "
-        f"input on average, {record['inputs_with_all_draws']} inputs take all {record['draws']}; {record['ratio']:.2f} of the "
-        f"time of all draws (quartiles {low:.2f}-{high:.2f}, {record['rounds']} rounds), and no top probability moves by more "
-        f"than {record['largest_change_of_top']:.3f}. Measured {_circumstances(record)}. Command: `{record['command']}`."
-    )
-
-
-def serving(record: dict[str, Any]) -> str:
-    lines = [
-        "| batch | clients | | p50 ms | p99 ms | times plain | answers a second | resident MB |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    rows = [row for row in record["rows"] if "unavailable" not in row]
-    for row in sorted(rows, key=lambda row: (row["batch"], row["clients"])):
-        ratio = f"{row['times_plain']:.2f}" if "times_plain" in row else "1"
-        lines.append(
-            f"| {row['batch']} | {row['clients']} | {row['name']} | {1e3 * row['p50']:.3g} | {1e3 * row['p99']:.3g} | {ratio} "
-            f"| {row['per_second']:.3g} | {row['resident'] / 1e6:.0f} |"
-        )
-    missing = "".join(f" {row['name']}: {row['unavailable']}." for row in record["rows"] if "unavailable" in row)
-    text = f"ResNet-20, 32 px, {record['draws']} draws, one torch thread a request, on a core shared with other work."
-    return "\n".join(
-        [*lines, "", f"{text} Measured {_circumstances(record)}.{missing} Command: `{record['command']}`."]
-    )
-
-
-def capture(record: dict[str, Any]) -> str:
-    lines = [
-        "| library | networks | captured | first call, median s | slowest | largest difference to the loop |",
-        "|---|---|---|---|---|---|",
-    ]
-    rows = record["rows"]
-    for library in dict.fromkeys(row["library"] for row in rows):
-        own = [row for row in rows if row["library"] == library]
-        done = [row for row in own if row["captured"]]
-        slowest = max(done, key=lambda row: row["first_call_seconds"])
-        lines.append(
-            f"| {library} | {len(own)} | {len(done)} | {statistics.median(row['first_call_seconds'] for row in done):.1f} "
-            f"| {slowest['first_call_seconds']:.1f} ({slowest['network']}) "
-            f"| {max(row['largest_difference'] for row in done):.1e} |"
-        )
-    refused = "".join(f" {row['network']}: {row['reason']}." for row in rows if not row["captured"])
-    text = "Norms and output patched, two draws; seconds of the processor for the first call. Measured"
-    return "\n".join([*lines, "", f"{text} {_circumstances(record)}.{refused} Command: `{record['command']}`."])
-
-
-def before_after(record: dict[str, Any]) -> str:
-    """Two versions of the engine against their loops, by network."""
-    lines = [
-        "| network | cells | engine / loop, median: before, now | worst: before, now | above 1.05: before, now "
-        "| now / before, median |",
-        "|---|---|---|---|---|---|",
-    ]
-    cells = record["cells"]
-    groups = {
-        NAMES[name]: [c for c in cells if c["network"] == name] for name in dict.fromkeys(c["network"] for c in cells)
-    }
-    for name, some in {**groups, "all": cells}.items():
-        before, after = ([cell[key] for cell in some] for key in ("ratio_before", "ratio"))
-        lines.append(
-            f"| {name} | {len(some)} | {statistics.median(before):.3f}, {statistics.median(after):.3f} "
-            f"| {max(before):.3f}, {max(after):.3f} | {sum(b > 1.05 for b in before)}, {sum(a > 1.05 for a in after)} "
-            f"| {statistics.median(cell['after_before'] for cell in some):.2f} |"
-        )
-    numbers = ", ".join(str(n) for n in sorted({cell["draws"] for cell in cells}))
-    batches = ", ".join(str(n) for n in sorted({cell["batch"] for cell in cells}))
-    text = (
-        f"The engine of 0.1 (commit {record['before']}) and that on the captured graph, taking turns in one run; norms and "
-        f"output or the last block patched, EMP and ECMP, batch {batches}, S = {numbers}, the same independent draws as the "
-        f"loop; seconds of the processor, {_circumstances(record)}. Command: `{record['command']}`."
-    )
-    return "\n".join([*lines, "", text])
-
-
-def large(record: dict[str, Any]) -> str:
-    """BERT, and an output layer of 1,000 classes."""
-    lines = ["| network, patched | S | passes for S draws (quartiles) | of the loop |", "|---|---|---|---|"]
-    for row in record["bert"]:
-        low, high = row["passes_quartiles"]
-        lines.append(
-            f"| BERT, 6 layers of 384, {row['sites']} | {row['draws']} | {row['passes']:.2f} ({low:.2f}-{high:.2f}) "
-            f"| {row['ratio']:.3f} |"
-        )
-    head = record["head"]
-    low, high = head["passes_quartiles"]
-    lines.append(
-        f"| ResNet-18, 224 px, output of 1,000 classes, {head['batches']} batches | {head['draws']} "
-        f"| {head['passes']:.2f} ({low:.2f}-{high:.2f}) for each batch | |"
-    )
-    text = f"ECMP, batch 8, in passes of the unpatched network; seconds of the processor, {_circumstances(record)}."
-    return "\n".join([*lines, "", f"{text} Command: `{record['command']}`."])
-
-
-def resident(record: dict[str, Any]) -> str:
-    rows = {row["name"]: row for row in record["rows"]}
-    more = (rows["graph"]["end"] - rows["plain"]["end"]) / 1e6
-    grown = (rows["graph"]["end"] - rows["graph"]["start"]) / 1e6
-    return (
-        f"Resident memory after {record['predictions']:,} predictions of 1 to 200 images each, {record['draws']} draws of a "
-        f"small CNN: {more:.0f} MB above that of as many plain passes ({grown:.0f} MB more than after the first "
-        f"prediction, which loads `torch.export`). Measured {_circumstances(record)}. "
-        f"Command: `{record['command']}`."
-    )
-
-
 def bayesianize(records: list[dict[str, Any]]) -> str:
     """Scores of the public CIFAR-100 networks: mean over seeds, and the largest distance from it."""
     lines = ["| network | | NLL | ECE (floor) | accuracy |", "|---|---|---|---|---|"]
@@ -339,7 +233,7 @@ def bayesianize(records: list[dict[str, Any]]) -> str:
         f"scored. Mean over the seeds {seeds}, ± the largest distance from it; the floor "
         "is what a perfectly calibrated network would score by chance. The patch file has the size of "
         f"{share} of the network. At most {passes:,} image-passes to choose and {scoring:,} for the last scores; one core, "
-        f"shared with much other work, {minutes} minutes; {_circumstances(records[0])}. "
+        f"shared with much other work, {minutes} minutes; {circumstances(records[0])}. "
         "Command: `python benchmarks/bayesianize.py`.",
     ]
     return "\n".join(lines)
@@ -377,7 +271,7 @@ def pairs(record: dict[str, Any]) -> str:
             *lines,
             "",
             f"NLL on data that neither has seen, mean over the seeds {seeds} (of the training too), ± the standard error of "
-            f"the paired gain. Measured {_circumstances(record)}. Command: `{record['command']}`.",
+            f"the paired gain. Measured {circumstances(record)}. Command: `{record['command']}`.",
         ]
     )
 
@@ -414,12 +308,6 @@ def _mean_and_reach(values: list[float], digits: int, unit: str) -> str:
     mean = statistics.fmean(values)
     reach = max(abs(value - mean) for value in values)
     return f"{mean:.{digits}f}{unit}" + (f" ± {reach:.{digits}f}" if reach else "")
-
-
-def _circumstances(record: dict[str, Any]) -> str:
-    machine = record["machine"]
-    threads = "1 thread" if machine["threads"] == 1 else f"{machine['threads']} threads"
-    return f"on {machine['processor']}, {threads}, commit {record['commit']}"
 
 
 #: Pages with tables, and the tables that they can hold with the record each is made from.
@@ -467,6 +355,7 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "sklearn_sets": ("sklearn_sets", sklearn_sets),
     "selective": ("sklearn_sets", selective),
     "matrix": ("matrix", matrix),
+    "first_call": ("first_call", first_call),
 }
 
 
