@@ -165,8 +165,9 @@ def table(record: dict[str, Any]) -> str:
         for name in runs[0]["rows"] if runs else ():
             mean = {key: sum(r["rows"][name][key] for r in runs) / len(runs) for key in runs[0]["rows"][name]}
             seconds = sum(r["processor_seconds"]["training"] for r in runs) / len(runs)
-            scores = f"{100 * mean['accuracy']:.1f} % | {mean['nll']:.3f} | {100 * mean['ece']:.1f} % | {mean['outside_auroc']:.3f}"
-            lines.append(f"| {way} | {runs[0]['trained_parameters']:,} | {seconds:.0f} | {name} | {scores} |")
+            scores = f"{100 * mean['accuracy']:.1f} % | {mean['nll']:.3f} | {100 * mean['ece']:.1f} %"
+            cells = f"{way} | {runs[0]['trained_parameters']:,} | {seconds:.0f} | {name} | {scores}"
+            lines.append(f"| {cells} | {mean['outside_auroc']:.3f} |")
     return "\n".join(lines)
 
 
