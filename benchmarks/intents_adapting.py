@@ -166,8 +166,8 @@ def table(record: dict[str, Any]) -> str:
             mean = {key: sum(r["rows"][name][key] for r in runs) / len(runs) for key in runs[0]["rows"][name]}
             seconds = sum(r["processor_seconds"]["training"] for r in runs) / len(runs)
             scores = f"{100 * mean['accuracy']:.1f} % | {mean['nll']:.3f} | {100 * mean['ece']:.1f} %"
-            scores += f" | {mean['outside_auroc']:.3f}"
-            lines.append(f"| {way} | {runs[0]['trained_parameters']:,} | {seconds:.0f} | {name} | {scores} |")
+            cells = f"{way} | {runs[0]['trained_parameters']:,} | {seconds:.0f} | {name} | {scores}"
+            lines.append(f"| {cells} | {mean['outside_auroc']:.3f} |")
     return "\n".join(lines)
 
 

@@ -22,7 +22,7 @@ import patchbayes as pb
 
 _KEPT = torchvision_operators()  # transformers imports torchvision where it is installed
 VOCABULARY, ROWS, LENGTH, DRAWS = 20_000, 8, 128, 20
-WAYS = ("plain loop", "predict", "predict, engine loop", "predict, all statistics")
+WAYS = ("plain loop", "predict")
 
 
 def plain_loop(model: Any, tokens: torch.Tensor) -> None:
@@ -56,9 +56,7 @@ def measured(way: str) -> dict[str, float]:
     if way == "plain loop":
         plain_loop(model, tokens)
     else:
-        statistics: Any = "all" if way.endswith("all statistics") else None
-        engine: Any = "loop" if way.endswith("engine loop") else "auto"
-        prediction = pb.predict(model, {"input_ids": tokens}, DRAWS, engine=engine, statistics=statistics)
+        prediction = pb.predict(model, {"input_ids": tokens}, DRAWS)
         assert bool(prediction.mutual_information.isfinite().all())
     return {"seconds": time.process_time() - started, "megabytes": _memory("VmHWM") - before}
 
