@@ -79,7 +79,28 @@ def time_to_objective(record: dict[str, Any]) -> str:
         f"{record['settings']['epochs']} epochs in all, seed 0, the same settings for all, none tuned. Times are steps times "
         "the step times above; two processes divide the components, and nothing else, between them."
     )
-    return "\n".join([*lines, "", after])
+    return "\n".join([*lines, "", after + verdict(record)])
+
+
+def verdict(record: dict[str, Any]) -> str:
+    """Where turns and workers were sooner at the objective than plain training, in a sentence each."""
+    epoch = record["settings"]["target_epoch"]
+    plain = {t["components"]: t for t in record["trajectories"] if t["kind"] == "plain"}
+    text = ""
+    for kind, processes in (("coordinate descent", 1), ("workers", 2)):
+        sooner = []
+        for one in record["trajectories"]:
+            if one["kind"] == kind:
+                base = plain[one["components"]]
+                target = base["objective"][epoch]
+                reached = next((e for e, value in enumerate(one["objective"]) if value <= target), None)
+                if reached is not None and seconds_after(record, one, reached, processes) < seconds_after(
+                    record, base, epoch, 1
+                ):
+                    sooner.append(str(one["components"]))
+        where = f"sooner at K = {', '.join(sooner)} only" if sooner else "sooner at no K"
+        text += f" Against plain training in one process, {kind}{' on two' if processes == 2 else ''}: {where}."
+    return text
 
 
 def exchange(record: dict[str, Any]) -> str:

@@ -42,6 +42,7 @@ def test_an_objective_that_is_not_reached_is_said_to_be_so():
     assert lines[3] == "| 4 | 1.0000 | coordinate descent | 3 | 21.00 s |  | 0.9000 |"
     assert lines[4] == "| 4 | 1.0000 | workers | not reached |  |  | 2.6000 |"
     assert "x 0.50" in scaling_tables.steps(RECORD)
+    assert scaling_tables.verdict(RECORD).count("sooner at no K") == 2  # 21 seconds against 20, and never
 
 
 def test_an_all_reduce_takes_its_messages_and_its_bytes():
