@@ -68,11 +68,15 @@ TextTable = tuple[Sequence[str], Sequence[Sequence[str]]]
 
 @dataclass(frozen=True)
 class Workspace:
-    """Where an experiment finds data and leaves parts of its work, so that it can go on after an interruption."""
+    """Where an experiment finds data and leaves parts of its work, so that it can go on after an interruption.
+
+    finished: of image studies, take the runs that are finished and begin no other.
+    """
 
     data_dir: Path | None = None
     work_dir: Path | None = None
     say: Callable[[str], None] = field(default=lambda text: None)
+    finished: bool = False
 
 
 def reproduce(experiment: Experiment, scale: Scale, setting: Workspace, folder: Path) -> dict[str, Any]:

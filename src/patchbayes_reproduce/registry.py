@@ -12,6 +12,7 @@ _FILES = {
     "prior": "prior_functions",
     "gpu-memory": "gpu_memory",
     "cifar100": "cifar100",
+    "cifar100-resnet": "cifar100_resnet",
     "imagenet": "imagenet",
     "regression": "regression_tables",
     "ablations": "ablations",

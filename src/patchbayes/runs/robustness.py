@@ -20,19 +20,21 @@ from ..metrics import (
     nll,
     relative_corruption_errors,
 )
+from ..prediction.predict import Sampling
 from .answers import ClassAnswers, class_answers, fitting_batch_size
 from .record import Corruptions, OutOfDistribution
 
 
 @dataclass(frozen=True)
 class Classifier:
-    """A network to be tested: its name, the preparation of its inputs (C, H, W), its number of classes."""
+    """A network to be tested: its name, the preparation of its inputs (C, H, W), its number of classes, how it is drawn."""
 
     name: str
     model: nn.Module
     preparation: Preparation
     input_shape: tuple[int, ...]
     num_classes: int
+    sampling: Sampling = "balanced"
 
     def answers(self, raw: Tensor, targets: Tensor, draws: int) -> ClassAnswers:
         """The predictive on raw inputs."""
@@ -42,7 +44,7 @@ class Classifier:
             for part, wanted in zip(raw.split(size), targets.split(size), strict=True):
                 yield self.preparation.inputs(part), wanted
 
-        return class_answers(self.model, batches(), draws)
+        return class_answers(self.model, batches(), draws, sampling=self.sampling)
 
 
 def corruption_scores(
