@@ -42,12 +42,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Ablation:
-    """A mixture, where it is put, and the draws S of a training step; "exact" takes every assignment in each (B.4)."""
+    """A mixture, where it is put, and the draws S of a training step; "exact" takes every assignment in each (B.4).
+
+    share: part of the plan's epochs that it trains.
+    """
 
     method: Mixture
     sites: str = "norm+output"
     network: Literal["residual", "mlp"] = "residual"
     draws: int | Literal["exact"] = 1
+    share: float = 1.0
 
 
 #: Four learned components and one at zero make five. "zero": weight and bias of the component; "zero weight": the bias is
@@ -65,6 +69,8 @@ VARIANTS: dict[str, Ablation] = {
     **{f"S = {s}": Ablation(EMP(5), "norm", "mlp", s) for s in (1, 2, 5)},
     "exact, 25 networks": Ablation(EMP(5), "norm", "mlp", "exact"),
 }
+#: As many passes through the network for each: S draws in a step, and an S-th of the steps (appendix B.4).
+EQUAL_COMPUTE: dict[str, Ablation] = {f"S = {s}": Ablation(EMP(5), "norm", "mlp", s, share=1 / s) for s in (1, 2, 5)}
 #: title -> variants, the first of which is what the others are compared with
 GROUPS: dict[str, Sequence[str]] = {
     "One component at zero, EMP": ("EMP", "EMP, one zero", "EMP, one zero weight"),
@@ -115,19 +121,28 @@ def run(scale: Scale, setting: Workspace) -> dict[str, Any]:
     plan, folder = _PLANS[scale], setting.work_dir / f"ablations-{scale}"
     folder.mkdir(parents=True, exist_ok=True)
     data = {name: read(name, setting.data_dir, held_out=0.0) for name in ("digits", plan.data)}
-    scores: dict[str, list[dict[str, float]]] = {label: [] for label in VARIANTS}
-    for seed in range(plan.seeds):
-        for label, variant in VARIANTS.items():
-            path = folder / f"{label.replace(', ', '-').replace(' ', '')}-{seed}.json"
-            settings = {"plan": asdict(plan), "variant": asdict(variant), "seed": seed}
-            found = _read_scores(path, settings)
-            if found is None:
-                setting.say(f"{label}, seed {seed}")
-                with small_arithmetic():
-                    found = _trained_and_scored(variant, plan, data[_data_of(variant, plan)], seed)
-                write_atomically(path, (json.dumps({"settings": settings, "scores": found}) + "\n").encode())
-            scores[label].append(found)
-    return {"scale": scale, "plan": asdict(plan), "variants": scores}
+
+    def scored(variants: Mapping[str, Ablation], kind: str) -> dict[str, list[dict[str, float]]]:
+        scores: dict[str, list[dict[str, float]]] = {label: [] for label in variants}
+        for seed in range(plan.seeds):
+            for label, variant in variants.items():
+                path = folder / f"{kind}{label.replace(', ', '-').replace(' ', '')}-{seed}.json"
+                settings = {"plan": asdict(plan), "variant": asdict(variant), "seed": seed}
+                found = _read_scores(path, settings)
+                if found is None:
+                    setting.say(f"{label}, seed {seed}")
+                    with small_arithmetic():
+                        found = _trained_and_scored(variant, plan, data[_data_of(variant, plan)], seed)
+                    write_atomically(path, (json.dumps({"settings": settings, "scores": found}) + "\n").encode())
+                scores[label].append(found)
+        return scores
+
+    return {
+        "scale": scale,
+        "plan": asdict(plan),
+        "variants": scored(VARIANTS, ""),
+        "equal_compute": scored(EQUAL_COMPUTE, "equal-"),
+    }
 
 
 def _data_of(variant: Ablation, plan: AblationPlan) -> str:
@@ -154,7 +169,7 @@ def _trained_and_scored(variant: Ablation, plan: AblationPlan, data: Dataset, se
     began = time.perf_counter()
     network = train_variant(variant, plan, data, seed)
     seconds = time.perf_counter() - began
-    raw, targets = _whole(data.part(plan.test))
+    trained, (raw, targets) = _whole(data.train), _whole(data.part(plan.test))
     kept = torch.rand(raw.shape, generator=torch.Generator().manual_seed(0)) >= plan.erased
     log_probs, of_corrupted = (_predicted(network, data, inputs, plan) for inputs in (raw, raw * kept))
     return {
@@ -163,13 +178,15 @@ def _trained_and_scored(variant: Ablation, plan: AblationPlan, data: Dataset, se
         "ece": expected_calibration_error(log_probs.exp(), targets),
         "ece_floor": calibration_floor(log_probs.exp(), replicates=200).mean,
         "corrupted_nll": nll(of_corrupted, targets),
+        "train_nll": nll(_predicted(network, data, trained[0], plan), trained[1]),
         "parameters": sum(p.numel() for p in network.parameters()),
         "training_seconds": round(seconds, 2),
     }
 
 
 def train_variant(variant: Ablation, plan: AblationPlan, data: Dataset, seed: int) -> nn.Module:
-    """The network of a variant after `plan.epochs` epochs; start, batches and draws follow from the seed."""
+    """The network of a variant after its share of the plan's epochs; start, batches and draws follow from the seed."""
+    epochs = max(1, round(variant.share * plan.epochs))
     network = _patched(variant, plan, data, seed).train()
     device = next(network.parameters()).device
     draws = Draws.enumerate(network) if variant.draws == "exact" else variant.draws
@@ -177,9 +194,9 @@ def train_variant(variant: Ablation, plan: AblationPlan, data: Dataset, seed: in
     raw, targets = _whole(data.train)
     steps = -(-len(raw) // plan.batch_size)
     optimizer = _optimizer(variant, plan, network)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, plan.epochs * steps)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * steps)
     generator = torch.Generator().manual_seed(seed)
-    for _ in range(plan.epochs):
+    for _ in range(epochs):
         for batch in torch.randperm(len(raw), generator=generator).tensor_split(steps):
             inputs = data.preparation.inputs(data.preparation.augment(raw[batch], generator))
             optimizer.zero_grad()
@@ -282,7 +299,20 @@ def tables(result: dict[str, Any]) -> dict[str, TextTable]:
         plan = result["plan"]
         data = _data_of(VARIANTS[labels[0]], AblationPlan(**plan))
         made[f"{title}: {data}, {plan['epochs']} epochs, {plan['seeds']} seeds; mean and 95 % interval"] = header, lines
+    equal = result.get("equal_compute")
+    if equal:
+        made["Draws in a training step at equal compute: S draws, an S-th of the epochs"] = _of_equal_compute(equal)
     return made
+
+
+def _of_equal_compute(scores: Mapping[str, Sequence[Mapping[str, float]]]) -> TextTable:
+    lines = []
+    for label, rows in scores.items():
+        of_training, of_test = ([row[key] for row in rows] for key in ("train_nll", "nll"))
+        reference = [row["train_nll"] for row in scores["S = 1"]]
+        verdict = "-" if label == "S = 1" else paired_verdict(of_training, reference)
+        lines.append([label, interval_text(of_training), verdict, interval_text(of_test)])
+    return ["variant", "training NLL", "against S = 1", "test NLL"], lines
 
 
 def figures(result: dict[str, Any]) -> "dict[str, Figure]":

@@ -68,9 +68,10 @@ def calibrated(folder: Path, split: str, data_dir: Path | None) -> dict[str, Any
     held_out = list(data.batches(data.held_out, _BATCH))
     report = calibrate_(model, held_out, draws=CALIBRATED_DRAWS, budget=_BUDGET, examples=_EXAMPLES)
     scored = data.part(split)
+    ways: dict[str, int | Literal["mean"]] = {"draws": CALIBRATED_DRAWS, "one_pass": "mean"}
     rows = {
         name: as_json(class_scores(_log_probs(model, data, scored, draws), scored.targets, _REPLICATES))
-        for name, draws in (("draws", CALIBRATED_DRAWS), ("one_pass", "mean"))
+        for name, draws in ways.items()
     }
     found = {
         "split": split,

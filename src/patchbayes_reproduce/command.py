@@ -47,7 +47,8 @@ def reproduce(
     elif verify:
         figures = summary.verify_summary(results, docs)
         show(
-            f"{docs / 'results.md'} is what the records in {results} and {results.parent} say; its {figures} figures are there."
+            f"{docs / 'results.md'} and its pages are what the records in {results} and {results.parent} say; their {figures} "
+            "figures are there."
         )
         if summary.verify_readme(docs):
             show("README.md: its tables are what the records say.")

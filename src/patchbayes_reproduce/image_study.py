@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from patchbayes.errors import PatchbayesError
 from patchbayes.files import write_atomically
@@ -28,12 +28,8 @@ from patchbayes.runs.answers import class_answers, fitting_batch_size
 from patchbayes.runs.classification import draws_curve
 from patchbayes.runs.record import RunScores, as_json
 
-from .calibrated_runs import calibrated, ensemble_scores
-from .experiment import ComparedNumber, TextTable, Workspace, as_text
-from .seed_statistics import interval_text, mean_of, paired_verdict
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from .calibrated_runs import calibrated, ensemble_scores, outside_regime
+from .experiment import Workspace
 
 #: Methods of the paper's image experiments: label -> settings of the training (section 5, appendix D). Those with norm
 #: components that start at random are Algorithm 1 by the letter; "recipe" is `pb.mixed()`, our own.
@@ -100,7 +96,7 @@ class Study:
     def settings(self, label: str) -> dict[str, Any]:
         """What `train` is told of a method."""
         rate = label.removeprefix("dropout ")
-        own = METHODS[label] if label in METHODS else {"method": f"dropout({rate})"}
+        own = METHODS.get(label, {"method": f"dropout({rate})"})
         return {**self.training, **own, **self.each.get(label, {})}
 
 
@@ -244,96 +240,11 @@ def scores_of(result: Mapping[str, Any]) -> dict[str, list[RunScores]]:
     }
 
 
-PERCENT = {"top1": "accuracy", "top5": "top5_accuracy", "ece": "ece", "mce": "mce"}
-
-
-def value_of(scores: RunScores, column: str) -> float | None:
-    """A column of the paper's tables, in percent."""
-    value = scores.value(PERCENT[column])
-    return None if value is None else 100 * value
-
-
-def comparison_rows(
-    result: Mapping[str, Any], published: Sequence[Mapping[str, str]], same_scale: bool
-) -> list[ComparedNumber]:
-    """The paper's table beside ours. At paper scale within means one point; at another scale nothing can be compared."""
-    why = "" if same_scale else f"another scale: {result['model']}, {result['training'].get('epochs')} epochs"
-    made = []
-    found = scores_of(result)
-    for line in published:
-        label = line["method"] if line["method"] in found else f"{line['method']}_bn_output"
-        records = found.get(label)
-        if not records:
-            continue
-        for column in PERCENT:
-            ours = mean_of([value_of(record, column) for record in records])
-            made.append(
-                ComparedNumber(f"{label}, {column} %", float(line[column]), ours, 1.0 if same_scale else None, why)
-            )
-    return made
-
-
-def score_table(result: Mapping[str, Any]) -> TextTable:
-    """Accuracy, likelihood and calibration by method: mean and 95 % interval over seeds; the paired verdict on the NLL."""
-    header = [
-        "method",
-        "parameters",
-        "top-1 %",
-        "top-5 %",
-        "NLL",
-        "ECE %",
-        "floor %",
-        "MCE %",
-        "NLL against vanilla",
-        "training s",
-    ]
-    lines = []
-    found = scores_of(result)
-    plain = found.get("vanilla")
-    for label, records in found.items():
-        nll = [record.value("nll") for record in records]
-        floor = mean_of([_percent(record.metrics["ece"].floor) for record in records])
-        reference = None if plain is None else [record.value("nll") for record in plain]
-        lines.append(
-            [
-                label,
-                f"{records[0].parameters.patched:,}",
-                *(interval_text([value_of(record, column) for record in records]) for column in ("top1", "top5")),
-                interval_text(nll, 4),
-                interval_text([value_of(record, "ece") for record in records]),
-                as_text(floor, 3),
-                interval_text([value_of(record, "mce") for record in records]),
-                "-" if label == "vanilla" or reference is None else paired_verdict(nll, reference),
-                interval_text([record.training_seconds for record in records], 3),
-            ]
-        )
-    return header, lines
-
-
-def calibration_figure(result: Mapping[str, Any]) -> "Figure":
-    """Accuracy against confidence, the examples of all seeds pooled (figures 4, 5 and 7)."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4.5, 4.2), layout="constrained")
-    axes = figure.subplots()
-    axes.plot([0, 1], [0, 1], color="tab:gray", linewidth=1, linestyle=":")
-    for label, records in scores_of(result).items():
-        points = zip(*(_bins(record) for record in records), strict=True)
-        sums = [tuple(map(sum, zip(*bins, strict=True))) for bins in points]
-        kept = [(confidence / count, right / count) for count, confidence, right in sums if count > 5]
-        axes.plot([x for x, _ in kept], [y for _, y in kept], marker="o", markersize=3, label=label)
-    axes.set(xlabel="confidence", ylabel="accuracy", xlim=(0, 1), ylim=(0, 1), aspect="equal")
-    axes.legend(fontsize="small")
-    return figure
-
-
-def _percent(value: float | None) -> float | None:
-    return None if value is None else 100 * value
-
-
-def _bins(scores: RunScores) -> list[tuple[float, float, float]]:
-    """Number of examples, sum of confidences, number of right ones of each bin."""
-    found = scores.reliability
-    assert found is not None
-    values = zip(found.count, found.confidence, found.accuracy, strict=True)
-    return [(n, n * (confidence or 0.0), n * (accuracy or 0.0)) for n, confidence, accuracy in values]
+def outside_claims(result: Mapping[str, Any]) -> str | None:
+    """Why a study says nothing of the paper's claims; None where it does, as at paper scale, which is their own setting."""
+    if result.get("scale") == "paper":
+        return None
+    rows = [kept.get("calibrated") for kept in result["methods"].get("vanilla", [])]
+    if not all(rows):
+        return "the record does not say whether the vanilla network fits its training data and is overconfident"
+    return outside_regime(rows)

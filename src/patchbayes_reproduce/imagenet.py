@@ -17,7 +17,8 @@ from patchbayes.data import read
 from patchbayes.data.extras import optional
 
 from .experiment import ComparedNumber, Experiment, Scale, TextTable, Workspace, as_text, paper_table
-from .image_study import METHODS, Study, calibration_figure, comparison_rows, run_study, score_table, scores_of
+from .image_study import METHODS, Study, run_study, scores_of
+from .image_tables import calibration_figure, comparison_rows, score_table
 from .seed_statistics import mean_of
 
 if TYPE_CHECKING:

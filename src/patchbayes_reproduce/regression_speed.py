@@ -1,6 +1,6 @@
 """How much faster all splits train together than one at a time: ratios of processor time, measured side by side.
 
-    python -m patchbayes.experiments.regression_speed --data-dir DATA --out results/regression/speed.json
+    python -m patchbayes_reproduce.regression_speed --data-dir DATA --out results/regression/speed.json
 
 "alone" is the same hand-written step on a stack of one split; "modules" is the usual way, an ordinary module patched by
 `patch_`, autograd and torch.optim.Adam. Rounds alternate between the three, and a ratio is taken within a round, so that a

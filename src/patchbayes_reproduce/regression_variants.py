@@ -1,6 +1,6 @@
 """Which reading of the text gives which number: the protocol of tables 12 and 13 with one thing changed at a time.
 
-    python -m patchbayes.experiments.regression_variants --data-dir DATA --out results/regression/variants
+    python -m patchbayes_reproduce.regression_variants --data-dir DATA --out results/regression/variants
 
 Some published baselines (Yacht: dropout 12.90, ensemble 29.48) do not come out under the protocol as we read it. These runs
 show how far each open choice moves the numbers; none is chosen by them.

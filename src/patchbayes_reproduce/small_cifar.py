@@ -30,13 +30,20 @@ def write_twenty_classes(file: Path, data_dir: Path | None) -> Path:
     if file.exists():
         return file
     data = read("cifar100", data_dir, held_out=0)
-    arrays: dict[str, np.ndarray] = {"classes": np.array(data.classes[::_EVERY])}
-    for part, split, number in (("train", data.train, _TRAIN), ("test", data.test, _TEST)):
-        pixels, targets = split.fetch(first_of_each(split, range(0, len(data.classes), _EVERY), number))
-        arrays[f"x_{part}"] = shrunk(pixels, _SIDE).numpy()
-        arrays[f"y_{part}"] = (targets // _EVERY).numpy()
+    chosen = range(0, len(data.classes), _EVERY)
+    train, test = (
+        split.fetch(first_of_each(split, chosen, number))
+        for split, number in ((data.train, _TRAIN), (data.test, _TEST))
+    )
     content = io.BytesIO()
-    np.savez(content, **arrays)
+    np.savez(
+        content,
+        classes=np.array(data.classes[::_EVERY]),
+        x_train=shrunk(train[0], _SIDE).numpy(),
+        y_train=(train[1] // _EVERY).numpy(),
+        x_test=shrunk(test[0], _SIDE).numpy(),
+        y_test=(test[1] // _EVERY).numpy(),
+    )
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(file, content.getvalue())
     return file
@@ -64,18 +71,21 @@ def shrunk(pixels: Tensor, side: int) -> Tensor:
 
 def resnet8(num_outputs: int, input_shape: tuple[int, ...]) -> nn.Module:
     """Three stages of one residual block, 79 thousand parameters for twenty classes."""
-    return small_resnet(input_shape[0], num_outputs).to(memory_format=torch.channels_last)
+    return _channels_last(small_resnet(input_shape[0], num_outputs))
 
 
 def pyramidnet20(num_outputs: int, input_shape: tuple[int, ...]) -> nn.Module:
     """The paper's architecture at depth 20, alpha 24: 144 thousand parameters for twenty classes."""
-    return _pyramidnet(20, 24, num_outputs)
+    return _channels_last(pyramidnet(20, 24, num_outputs))
 
 
 def pyramidnet110(num_outputs: int, input_shape: tuple[int, ...]) -> nn.Module:
     """The paper's architecture at its own depth, 110 layers, with alpha 12."""
-    return _pyramidnet(110, 12, num_outputs)
+    return _channels_last(pyramidnet(110, 12, num_outputs))
 
 
-def _pyramidnet(depth: int, alpha: float, num_outputs: int) -> nn.Module:
-    return pyramidnet(depth, alpha, num_outputs).to(memory_format=torch.channels_last)
+def _channels_last(network: nn.Module) -> nn.Module:
+    for parameter in network.parameters():
+        if parameter.dim() == 4:
+            parameter.data = parameter.data.to(memory_format=torch.channels_last)
+    return network
