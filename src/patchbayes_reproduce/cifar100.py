@@ -57,7 +57,7 @@ _STUDIES: Mapping[Scale, Study] = {
         draws_study=DrawsStudy(1000, (1, 5, 20, 100, 200, 500), "test"),
         each=_INDEPENDENT,
     ),
-    "small": small_study("pyramidnet20", 30),
+    "small": small_study("pyramidnet20", 40),
 }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from . import cifar100
 from .cifar100 import run_small, small_study
 from .experiment import Scale, Workspace
 
-_STUDY = small_study("resnet8", 30)
+_STUDY = small_study("resnet8", 40)
 
 
 def run(scale: Scale, setting: Workspace) -> dict[str, Any]:

@@ -7,10 +7,11 @@ the same runs.
 import contextlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from patchbayes.data.corruptions import Strengths
 from patchbayes.errors import PatchbayesError
 from patchbayes.files import write_atomically
 from patchbayes.patching.patch import is_patched
@@ -26,6 +27,7 @@ from patchbayes.runs import (
 )
 from patchbayes.runs.answers import class_answers, fitting_batch_size
 from patchbayes.runs.classification import draws_curve
+from patchbayes.runs.evaluate import evaluate_corruptions
 from patchbayes.runs.record import RunScores, as_json
 
 from .calibrated_runs import calibrated, ensemble_scores, outside_regime
@@ -81,6 +83,7 @@ class Study:
     corruptions: bool | Path = False
     corruption_examples: int = 1000
     corruption_draws: int = 100
+    corruption_strengths: Strengths = "imagenet"
     draws_study: DrawsStudy | None = None
     note: str = ""
     each: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -115,9 +118,7 @@ def run_study(study: Study, setting: Workspace, name: str) -> dict[str, Any]:
     if not folders:
         raise PatchbayesError(f"{work}: no run is finished yet; leave --finished out to go on with them.")
     if study.corruptions:
-        missing = [folder for folder in folders.values() if read_evaluation(folder).corruptions is None]
-        if missing:  # images are corrupted once, for all
-            _evaluate(study, setting, list(folders.values()), corruptions=True)
+        _corrupt(study, setting, list(folders.values()))
     found: dict[str, list[dict[str, Any]]] = {label: [] for label, _ in folders}
     for (label, seed), folder in folders.items():
         kept = _kept(read_evaluation(folder))
@@ -166,7 +167,7 @@ def _ran(study: Study, setting: Workspace, work: Path, label: str, seed: int) ->
     folder.parent.mkdir(parents=True, exist_ok=True)
     train(config, folder, resume=(folder / "config.json").exists(), quiet=True, trust_code=True)
     if not (folder / "evaluation.json").exists():
-        _evaluate(study, setting, [folder], corruptions=False)
+        _evaluate(study, setting, folder)
     if study.calibrate:
         calibrated(folder, study.split, setting.data_dir)
     return folder
@@ -181,21 +182,35 @@ def _tuned_dropout(study: Study, setting: Workspace, work: Path) -> str:
     return min(tried, key=lambda label: tried[label])
 
 
-def _evaluate(study: Study, setting: Workspace, folders: Sequence[Path], corruptions: bool) -> None:
-    options = EvaluationOptions(
+def _evaluate(study: Study, setting: Workspace, folder: Path) -> None:
+    run = RunFolder.open(folder, trust_code=True)
+    evaluate([run], _options(study, setting), setting.say, write_evaluation)
+
+
+def _corrupt(study: Study, setting: Workspace, folders: Sequence[Path]) -> None:
+    """Add the scores under corruption. Images are read and corrupted once, for all runs."""
+    records = [read_evaluation(folder) for folder in folders]
+    if all(record.corruptions is not None for record in records):
+        return
+    runs = [RunFolder.open(folder, trust_code=True) for folder in folders]
+    options = replace(_options(study, setting), corruptions=study.corruptions)
+    for folder, record in zip(folders, evaluate_corruptions(runs, records, options, setting.say), strict=True):
+        write_evaluation(folder, record)
+
+
+def _options(study: Study, setting: Workspace) -> EvaluationOptions:
+    return EvaluationOptions(
         split=study.split,
         draws=study.draws,
         curve=study.curve,
-        corruptions=study.corruptions if corruptions else False,
         corruption_examples=study.corruption_examples,
         corruption_draws=study.corruption_draws,
+        corruption_strengths=study.corruption_strengths,
         sampling="iid",
         which="last",  # the paper evaluates what training ends with
         data_dir=setting.data_dir,
         replicates=50,
     )
-    runs = [RunFolder.open(folder, trust_code=True) for folder in folders]
-    evaluate(runs, options, setting.say, write_evaluation)
 
 
 def _draw_schemes(wanted: DrawsStudy, setting: Workspace, folder: Path) -> dict[str, Any] | None:

@@ -115,12 +115,14 @@ def _standard_error(values: Tensor) -> float | None:
 
 def _bins(scores: ScoresAtDraws) -> list[CalibrationBins]:
     """The bins of each repeat."""
-    found = []
-    for confidence, right in zip(scores.confidence, scores.correct, strict=True):
-        values = torch.stack([torch.ones_like(confidence), confidence, right.to(confidence)]).double()
-        sums = values.new_zeros(3, _BINS).index_add(1, bin_numbers(confidence, _BINS), values)
-        found.append(CalibrationBins.from_sums(sums, min_count=6))
-    return found
+    return [bins_of(*row) for row in zip(scores.confidence, scores.correct, strict=True)]
+
+
+def bins_of(confidence: Tensor, right: Tensor) -> CalibrationBins:
+    """The paper's bins from the top probability (N,) of each example and whether it was right (N,)."""
+    values = torch.stack([torch.ones_like(confidence), confidence, right.to(confidence)]).double()
+    sums = values.new_zeros(3, _BINS).index_add(1, bin_numbers(confidence, _BINS), values)
+    return CalibrationBins.from_sums(sums, min_count=6)
 
 
 def shapes_of_confidence(answers: ClassAnswers) -> tuple[Reliability, Histogram, CoveragePoints]:

@@ -42,9 +42,9 @@ class EpochBatches(Numbered[Batch]):
     def __getitem__(self, step: int) -> Batch:
         whole = self._batches[step]
         indices = whole.tensor_split(self.processes)[self.process]
-        raw, targets = self.dataset.train.fetch(indices)
         preparation = self.dataset.preparation
-        raw = preparation.augment(raw, stream(self.seed, _AUGMENTATION, self.epoch, step, self.process))
+        generator = stream(self.seed, _AUGMENTATION, self.epoch, step, self.process)
+        raw, targets = self.dataset.train.fetch_augmented(indices, preparation, generator)
         share = len(indices) * self.processes / len(whole)
         return preparation.inputs(raw), preparation.targets(targets), share
 

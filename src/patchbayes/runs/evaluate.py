@@ -12,7 +12,7 @@ from torch import nn
 
 from ..data import Dataset, Split, read
 from ..data.corrupted_folders import read_corrupted
-from ..data.corruptions import CORRUPTIONS
+from ..data.corruptions import CORRUPTIONS, Strengths
 from ..errors import PatchbayesError
 from ..files import probe_writing
 from ..likelihoods import Gaussian
@@ -44,6 +44,7 @@ class EvaluationOptions:
     ood            data sets whose test inputs are of another kind.
     corruptions    evaluate under the fifteen corruptions, on `corruption_examples` examples with `corruption_draws` draws;
                    a folder in the layout of CIFAR-C or ImageNet-C instead of True takes the images from there.
+    corruption_strengths  those of ImageNet-C, or "small" ones, made for images of about 32 pixels.
     sampling       how draws are made: "balanced" as in `predict`, or "iid", independently, as the paper does.
     which          the "best" checkpoint of a training, or the "last".
     replicates     of the bootstrap.
@@ -57,6 +58,7 @@ class EvaluationOptions:
     corruptions: bool | Path = False
     corruption_examples: int = 1000
     corruption_draws: int = 20
+    corruption_strengths: Strengths = "imagenet"
     severities: tuple[int, ...] = (1, 2, 3, 4, 5)
     sampling: Sampling = "balanced"
     which: Which = "best"
@@ -103,6 +105,22 @@ def evaluate(
         for subject, record in zip(subjects, records, strict=True):
             keep(subject.run.path, record)
     return records
+
+
+def evaluate_corruptions(
+    runs: Sequence[RunFolder],
+    records: Sequence[EvaluationRecord],
+    options: EvaluationOptions,
+    say: Callable[[str], None] = lambda text: None,
+) -> list[EvaluationRecord]:
+    """The records of runs that are evaluated already, with their scores under corruption; nothing else is done again."""
+    if not options.corruptions:
+        raise PatchbayesError(
+            "evaluate_corruptions(options): expected corruptions=True or a folder of corrupted images."
+        )
+    subjects = [_Evaluated(run, options) for run in runs]
+    _check_corruptions(subjects, options)
+    return _with_corruptions(subjects, records, options, say)
 
 
 class _Evaluated:
@@ -305,6 +323,7 @@ def _with_corruptions(
         options.corruption_draws,
         severities=options.severities,
         corrupted=corrupted if folder else None,
+        strengths=options.corruption_strengths,
         say=say,
     )
     scores = [
