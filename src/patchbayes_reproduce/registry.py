@@ -17,6 +17,7 @@ _FILES = {
     "regression": "regression_tables",
     "ablations": "ablations",
     "cost": "training_cost",
+    "gpu-needs": "gpu_needs",
 }
 
 
