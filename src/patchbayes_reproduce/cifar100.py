@@ -17,7 +17,7 @@ from patchbayes.runs.record import RunScores
 
 from .experiment import ComparedNumber, Experiment, Scale, TextTable, Workspace, as_text, paper_table
 from .image_study import DrawsStudy, Study, run_study, scores_of
-from .image_tables import calibrated_table, calibration_figure, comparison_rows, score_table
+from .image_tables import calibrated_table, calibration_figure, comparison_rows, runs_of, score_table
 from .seed_statistics import mean_of
 from .small_cifar import HELD_OUT, write_twenty_classes
 
@@ -193,4 +193,5 @@ EXPERIMENT = Experiment(
     rows=rows,
     tables=tables,
     figures=figures,
+    runs=runs_of,
 )

@@ -51,6 +51,7 @@ class Experiment:
     rows    result -> the paper's numbers beside ours.
     tables  result -> {title: (header, rows of text)}, more than the comparison.
     figures result -> {file name without ending: matplotlib figure}.
+    runs    result -> (date, seconds) of each run that the record is made of; none where the record was made in one go.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Experiment:
     rows: Callable[[dict[str, Any]], list[ComparedNumber]]
     tables: "Callable[[dict[str, Any]], dict[str, TextTable]]" = lambda result: {}
     figures: "Callable[[dict[str, Any]], dict[str, Figure]]" = lambda result: {}
+    runs: Callable[[dict[str, Any]], list[tuple[str, float]]] = lambda result: []
 
 
 TextTable = tuple[Sequence[str], Sequence[Sequence[str]]]

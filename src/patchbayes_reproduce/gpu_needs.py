@@ -1,8 +1,8 @@
 """What the paper's two image experiments would take on one GPU: hours and memory, from parts that are counted here.
 
-Operations of a training step and of a forward pass are counted on two images and scaled to the batch, the epochs, the test images
-and the draws; memory is that of the parameters, gradients and Adam's two averages, and of what the backward pass keeps of a
-batch. Hours follow from the speed that a card sustains, which is an assumption and stated.
+Operations of a training step and of a forward pass are counted on two images and scaled to the batch, the epochs, the test
+images and the draws; memory is that of the parameters, gradients and Adam's two averages, and of what the backward pass keeps
+of a batch. Hours follow from the speed that a card sustains, which is an assumption and stated.
 """
 
 from dataclasses import dataclass

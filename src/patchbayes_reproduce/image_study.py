@@ -121,7 +121,7 @@ def run_study(study: Study, setting: Workspace, name: str) -> dict[str, Any]:
         _corrupt(study, setting, list(folders.values()))
     found: dict[str, list[dict[str, Any]]] = {label: [] for label, _ in folders}
     for (label, seed), folder in folders.items():
-        kept = _kept(read_evaluation(folder))
+        kept = _kept(read_evaluation(folder)) | {"date": RunFolder.open(folder).config["date"]}
         if study.calibrate:
             kept["calibrated"] = calibrated(folder, study.split, setting.data_dir)
         if study.draws_study is not None and seed == 0:
@@ -136,7 +136,6 @@ def run_study(study: Study, setting: Workspace, name: str) -> dict[str, Any]:
         "training": dict(study.training),
         "note": study.note,
         "num_examples": read_evaluation(next(iter(folders.values()))).num_examples,
-        "began": min(RunFolder.open(folder).config["date"] for folder in folders.values()),
         "methods": found,
     }
     plain = [folder for (label, _), folder in folders.items() if label == "vanilla"]

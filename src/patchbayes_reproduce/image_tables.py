@@ -13,6 +13,12 @@ from .seed_statistics import interval_text, mean_of, paired_verdict
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+
+def runs_of(result: Mapping[str, Any]) -> list[tuple[str, float]]:
+    """Date and seconds of training of each run."""
+    return [(kept["date"], kept["training_seconds"]) for kepts in result["methods"].values() for kept in kepts]
+
+
 PERCENT = {"top1": "accuracy", "top5": "top5_accuracy", "ece": "ece", "mce": "mce"}
 
 

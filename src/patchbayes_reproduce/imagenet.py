@@ -23,7 +23,7 @@ from patchbayes.runs.record import Corruptions, RunScores
 
 from .experiment import ComparedNumber, Experiment, Scale, TextTable, Workspace, as_text, paper_table
 from .image_study import METHODS, Study, run_study, scores_of
-from .image_tables import calibrated_table, calibration_figure, comparison_rows, score_table
+from .image_tables import calibrated_table, calibration_figure, comparison_rows, runs_of, score_table
 from .seed_statistics import mean_of
 from .small_cifar import write_image_tree
 
@@ -172,4 +172,5 @@ EXPERIMENT = Experiment(
     rows=rows,
     tables=tables,
     figures=figures,
+    runs=runs_of,
 )

@@ -3,8 +3,8 @@
     python -m patchbayes_reproduce.regression_speed --data-dir DATA --out results/regression/speed.json
 
 "alone" is the same hand-written step on a stack of one split; "modules" is the usual way, an ordinary module patched by
-`patch_`, autograd and torch.optim.Adam. "vmapped" are such modules for all splits at once, by `torch.func.stack_module_state` and
-`vmap`: of unpatched networks alone, for a patched module counts its draws in place, which `torch.func.grad` refuses. Rounds
+`patch_`, autograd and torch.optim.Adam. "vmapped" are such modules for all splits at once, by `torch.func.stack_module_state`
+and `vmap`: of unpatched networks alone, for a patched module counts its draws in place, which `torch.func.grad` refuses. Rounds
 alternate between the ways, and a ratio is taken within a round, so that a noisy machine hits all alike.
 """
 

@@ -185,4 +185,5 @@ EXPERIMENT = Experiment(
     run=run,
     rows=rows,
     tables=tables,
+    runs=lambda result: [(run["date"], sum(run["seconds"].values())) for run in (*result["runs"], *result["variants"])],
 )

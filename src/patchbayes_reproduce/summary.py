@@ -85,12 +85,14 @@ def _page(lines: Sequence[str]) -> bytes:
 
 def _section(found: Experiment, record: dict[str, Any]) -> list[str]:
     machine = record["machine"]
-    began = record["result"].get("began", record["date"])
-    when = record["date"][:10] if began[:10] == record["date"][:10] else f"{began[:10]} to {record['date'][:10]}"
+    runs = found.runs(record["result"]) or [(record["date"], record["seconds"])]
+    days = sorted({date[:10] for date, _ in runs})
+    when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+    of_runs = f" of {len(runs)} runs" if len(runs) > 1 else ""
     lines = [
         f"`patchbayes reproduce {found.name} --scale {record['scale']}`, {when}, commit {record['commit']}, "
         f"{machine['processor']}, {machine['threads']} thread{'s' if machine['threads'] != 1 else ''}, "
-        f"{as_text(record['seconds'], 3)} s.\n"
+        f"{sum(seconds for _, seconds in runs):,.0f} s{of_runs}.\n"
     ]
     rows = found.rows(record["result"])
     if rows:
