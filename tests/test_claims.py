@@ -76,8 +76,8 @@ def test_without_records_only_the_papers_own_tables_speak(tmp_path):
             assert line[3] in ("confirmed", "contradicted")
         else:
             assert line[2:4] == ["-", "not tested here"]
-            assert all(f"run `patchbayes reproduce {name}`" in line[4] for name in claim.experiments)
-    assert sum(verdict_counts(tmp_path).values()) == len(CLAIMS)
+            assert all(f"`patchbayes reproduce {name}`" in line[4] for name in claim.experiments)
+    assert sum(sum(found.values()) for found in verdict_counts(tmp_path).values()) == len(CLAIMS)
 
 
 def test_what_the_papers_own_tables_do_not_carry(tmp_path):
@@ -99,8 +99,8 @@ def test_claims_read_real_records(name, tmp_path):
     assert {judged(claim, tmp_path).verdict for claim in claims} == {"not tested here"}  # smoke runs are tests
     record_path(tmp_path, name, "small").write_text(json.dumps(record | {"scale": "small"}))
     findings = [judged(claim, tmp_path) for claim in claims]
-    assert all(finding.evidence.startswith(f"{name}, small: ") for finding in findings)
-    assert all(finding.why for finding in findings)
+    assert all(finding.why.endswith(f"({name}, small)") for finding in findings)
+    assert all(finding.evidence for finding in findings)
     assert findings[0].verdict == "confirmed"
 
 
@@ -230,7 +230,8 @@ def halves(folder):
 
 def test_evidence_names_the_record_and_its_seeds(tmp_path):
     write_image_record(tmp_path, "cifar100", image_result(ACCURACY, ECE))
-    assert halves(tmp_path).evidence.startswith("cifar100, small, 5 seeds: ECE of ECMP - half")
+    assert halves(tmp_path).evidence.startswith("ECE of ECMP - half")
+    assert halves(tmp_path).why.endswith("(cifar100, small, 5 seeds)")
 
 
 @pytest.mark.parametrize(("key", "value"), [("train_accuracy", 0.94), ("temperature", 1.05)])
@@ -244,7 +245,7 @@ def test_claims_are_judged_only_where_vanilla_fits_its_data_and_is_overconfident
     assert halves(tmp_path).verdict == "not comparable"
     write_image_record(tmp_path, "cifar100-resnet", image_result(ACCURACY, ECE))
     assert halves(tmp_path).verdict == "confirmed"  # by the networks that can be compared
-    assert "cifar100, small" not in halves(tmp_path).evidence
+    assert "(cifar100, small" not in halves(tmp_path).why
 
 
 def test_a_record_that_does_not_tell_the_regime_is_not_comparable():

@@ -190,7 +190,7 @@ def test_the_page_is_what_the_records_say(tmp_path):
     page = docs / "results" / "prior.md"
     assert "Not run yet: `patchbayes reproduce gpu-memory`" in (docs / "results" / "gpu-memory.md").read_text()
     first = (docs / "results.md").read_text()
-    assert first.count("\n| ") == len(CLAIMS) + 2  # a line for each claim
+    assert all(f"\n| {claim.text} ({claim.place}) | " in first for claim in CLAIMS)  # a line for each claim
     assert all(f"(results/{name}.md)" in first for name in registry.names())
     summary.verify_summary(records, docs)
     assert summary.render(records) == summary.render(records)  # figures too, byte for byte

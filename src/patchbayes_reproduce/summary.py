@@ -38,9 +38,6 @@ records in `results`; `patchbayes reproduce --verify` does so again and compares
 - A claim of several parts is confirmed by all of them and contradicted by any one. A verdict is about what was run: the record
   and its scale are named.
 """
-_DETAILS = """## Details
-
-"""
 
 
 def render(records: Path) -> dict[str, bytes]:
@@ -63,20 +60,20 @@ def render(records: Path) -> dict[str, bytes]:
         files[f"results/{name}.md"] = _page(lines)
         state = f"{record['scale']} scale, {record['date'][:10]}" if record else "not run yet"
         links.append(f"- [{found.title}](results/{name}.md): {', '.join(found.items)} ({state})")
-    counts = verdict_counts(records)
-    found_so = ", ".join(f"{counts[verdict]} {verdict}" for verdict in get_args(ClaimVerdict) if verdict in counts)
     opening = _OPENING.format(train=100 * TRAIN_ACCURACY, temperature=TEMPERATURE)
     files["results.md"] = _page(
-        [
-            opening,
-            f"**{sum(counts.values())} claims: {found_so}.**\n",
-            markdown(claims_table(records)),
-            "",
-            _DETAILS,
-            *links,
-        ]
+        [opening, markdown(_tally(records)), "", markdown(claims_table(records)), "", "## Details\n", *links]
     )
     return files
+
+
+def _tally(records: Path) -> TextTable:
+    """Claims by topic and verdict, and in all."""
+    counts = verdict_counts(records)
+    verdicts = get_args(ClaimVerdict)
+    lines = [[topic, *(str(found.get(verdict, "")) for verdict in verdicts)] for topic, found in counts.items()]
+    totals = [sum(found.get(verdict, 0) for found in counts.values()) for verdict in verdicts]
+    return ["claims on", *verdicts], [*lines, [f"all {sum(totals)}", *map(str, totals)]]
 
 
 def _page(lines: Sequence[str]) -> bytes:
