@@ -7,6 +7,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +229,15 @@ def _one_draw(result: Result) -> Finding:
     )
 
 
+def _falls(result: Result) -> Finding:
+    texts, holds = [], True
+    for label, (kept,) in result["methods"].items():
+        values = kept["epochs"]
+        holds &= len(values) > 1 and all(after < before for before, after in pairwise(values))
+        texts.append(f"{label} {as_text(values[0], 3)} to {as_text(values[-1], 3)} in {len(values)} epochs")
+    return told(holds, ", ".join(texts), "every epoch below the one before")
+
+
 def _output_overhead(result: Result) -> Finding:
     counts = result["networks"].get("resnet18", {})
     if "emp_bn" not in counts:
@@ -322,6 +332,8 @@ CLAIMS: Sequence[Claim] = [
           "figure 3, appendix D.1", "a picture", ("prior",), _smoother),
     *IMAGE_CLAIMS,
     *REGRESSION_CLAIMS,
+    Claim("EMP and ECMP train on networks with hundreds of layers (we ask that the training NLL falls in every epoch)",
+          "section 1", "hundreds", ("hundred-layers",), _falls),
     Claim("A component fixed at zero makes EMP and ECMP worse", "appendix D.1", "no number", ("ablations",),
           _digits(_zero_is_worse)),
     Claim(f"Five components are expressive enough (we ask that ten gain less than {100 * _GAIN:g} % of the NLL)",

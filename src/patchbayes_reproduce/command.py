@@ -21,7 +21,7 @@ def reproduce(
     verify: Annotated[bool, typer.Option("--verify", help="Check the pages against the records.")] = False,
     write_docs: Annotated[bool, typer.Option("--write-docs", help="Write the summary page from the records.")] = False,
     finished: Annotated[
-        bool, typer.Option("--finished", help="Take the runs of an image study that are finished; begin no other.")
+        bool, typer.Option("--finished", help="Take the runs that are finished; begin no other.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON.")] = False,
 ) -> None:

@@ -13,6 +13,7 @@ _FILES = {
     "gpu-memory": "gpu_memory",
     "cifar100": "cifar100",
     "cifar100-resnet": "cifar100_resnet",
+    "hundred-layers": "hundred_layers",
     "imagenet": "imagenet",
     "regression": "regression_tables",
     "ablations": "ablations",

@@ -50,8 +50,6 @@ VARIANTS = {
         "the loss is tau/2 times the squared error in original units (Eq. 9)", {"loss": "elbo"}
     ),
 }
-#: Those that small scale takes, for half the time.
-FIRST_VARIANTS = ("targets-raw", "nothing-standardized", "norm-before-relu", "dropout-with-norm")
 
 
 def run_variants(

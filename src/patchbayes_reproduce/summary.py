@@ -46,7 +46,7 @@ def render(records: Path) -> dict[str, bytes]:
     links = []
     for name in names():
         found = experiment(name)
-        lines = [f"# {found.title} ({', '.join(found.items)})\n"]
+        lines = [f"# {found.title} ({', '.join(found.items)})\n", *([f"{found.note}\n"] if found.note else [])]
         record = largest_record(records, name)
         if record is None:
             lines.append(f"Not run yet: `patchbayes reproduce {name}`, {found.duration['small']}.\n")
