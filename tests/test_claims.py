@@ -349,8 +349,20 @@ def test_ablations_without_a_regime_are_not_comparable():
     assert verdict("Five components", result) == "confirmed"
     result["regimes"][0]["temperature"] = 0.9
     assert verdict("Five components", result) == "not comparable"
-    del result["regimes"]
-    assert verdict("Five components", result) == "not comparable"
+
+
+def test_one_draw_is_judged_at_equal_compute():
+    def result(**train_nll):
+        return {
+            "equal_compute": {
+                f"S = {s}": [{"train_nll": train_nll.get(f"s{s}", 0.5) + e} for e in noise(SEEDS, s)] for s in (1, 2, 5)
+            }
+        }
+
+    claim = "One draw in a training step"
+    assert verdict(claim, result(s2=0.7, s5=0.8)) == "confirmed"
+    assert verdict(claim, result(s2=0.3, s5=0.8)) == "contradicted"
+    assert verdict(claim, result()) == "not confirmed"
 
 
 def test_claims_on_ablations():

@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +11,15 @@ import torch
 from command_line import command
 from patchbayes.errors import PatchbayesError
 from patchbayes.posteriors import ECMP, EMP, DropConnect
-from patchbayes_reproduce import gpu_memory, image_study, parameter_tables, prior_functions, registry, summary
+from patchbayes_reproduce import (
+    gpu_memory,
+    gpu_needs,
+    image_study,
+    parameter_tables,
+    prior_functions,
+    registry,
+    summary,
+)
 from patchbayes_reproduce.claims import CLAIMS
 from patchbayes_reproduce.experiment import (
     SCALES,
@@ -272,6 +282,41 @@ def test_networks_of_others_stand_beside_those_trained_here(tmp_path):
     path.write_text(json.dumps({"network": "net"}))
     with pytest.raises(PatchbayesError, match=r"seed1.json is not a record of benchmarks/bayesianize.py"):
         summary.render(records)
+
+
+def test_needs_of_a_gpu_are_in_proportion(tmp_path):
+    found = registry.experiment("gpu-needs")
+    result = reproduce(found, "smoke", Workspace(), tmp_path)["result"]
+    (content,) = result["experiments"].values()
+    counts = content["methods"]["ecmp_bn_output"]
+    assert counts["step_flops"] > 2 * counts["forward_flops"] > 0
+    paper = gpu_needs.PaperScale(**content["scale"])
+    once, twice = (
+        gpu_needs.needs(replace(paper, epochs=epochs, draws=epochs), counts, draws=True) for epochs in (2, 4)
+    )
+    assert twice["training"] == pytest.approx(2 * once["training"])
+    assert twice["testing"] == pytest.approx(2 * once["testing"])
+    assert gpu_needs.needs(paper, counts, draws=False)["testing"] == pytest.approx(once["testing"] / 2)
+    larger = gpu_needs.needs(replace(paper, batch=2 * paper.batch), counts, draws=True)
+    assert larger["gigabytes"] - once["gigabytes"] == pytest.approx(paper.batch * counts["saved_bytes"] / 1e9)
+    assert all(summary.markdown(table) for table in found.tables(result).values())
+
+
+@pytest.mark.slow
+def test_a_deep_network_at_smoke_scale(tmp_path):
+    if not os.environ.get("PATCHBAYES_DATA"):
+        pytest.skip("needs CIFAR-100: set PATCHBAYES_DATA")
+    found = registry.experiment("hundred-layers")
+    result = reproduce(found, "smoke", Workspace(work_dir=tmp_path / "work"), tmp_path)["result"]
+    assert all(summary.markdown(table) for table in found.tables(result).values())
+    assert all(len(kept["epochs"]) == 1 for (kept,) in result["methods"].values())
+    (claim,) = [claim for claim in CLAIMS if claim.experiments == ("hundred-layers",)]
+    assert claim.judge(result).verdict == "contradicted"  # one epoch cannot fall
+    for (kept,) in result["methods"].values():
+        kept["epochs"] = [2.0, 1.5, 1.0]
+    assert claim.judge(result).verdict == "confirmed"
+    kept["epochs"] = [2.0, 2.5, 1.0]
+    assert claim.judge(result).verdict == "contradicted"
 
 
 @pytest.mark.parametrize("name", ["cifar100", "imagenet"])

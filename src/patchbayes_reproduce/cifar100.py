@@ -15,9 +15,19 @@ from typing import TYPE_CHECKING, Any
 
 from patchbayes.runs.record import RunScores
 
-from .experiment import ComparedNumber, Experiment, Scale, TextTable, Workspace, as_text, paper_table
+from .experiment import ComparedNumber, Experiment, Scale, TextTable, Workspace, paper_table
 from .image_study import DrawsStudy, Study, run_study, scores_of
-from .image_tables import calibrated_table, calibration_figure, comparison_rows, runs_of, score_table
+from .image_tables import (
+    CURVE_SCORES,
+    CURVE_TITLES,
+    calibrated_table,
+    calibration_figure,
+    comparison_rows,
+    runs_of,
+    scheme_table,
+    score_table,
+    with_error,
+)
 from .seed_statistics import mean_of
 from .small_cifar import HELD_OUT, write_twenty_classes
 
@@ -115,20 +125,8 @@ def tables(result: dict[str, Any]) -> dict[str, TextTable]:
         made["The same networks, each calibrated by `calibrate_` on the same held-out images"] = calibrated_table(
             result
         )
-    studied = {label: records[0].get("draw_schemes") for label, records in result["methods"].items()}
-    first = next((found for found in studied.values() if found), None)
-    if first is not None:
-        title = (
-            f"Independent and balanced draws of the same networks (seed 0, {first['split']}): mean over groups of S draws out "
-            f"of {first['pool']:,}, ± the Monte-Carlo standard error of one group"
-        )
-        made[title] = _schemes(studied)
+    made |= scheme_table(result)
     return made
-
-
-#: Scores of a curve, and what they are multiplied by.
-_SCORES = (("top5_accuracy", 100), ("accuracy", 100), ("ece", 100), ("mce", 100), ("nll", 1))
-_SCORE_TITLES = ("top-5 %", "top-1 %", "ECE %", "MCE %", "NLL")
 
 
 def _over_seeds(result: Mapping[str, Any]) -> TextTable:
@@ -137,34 +135,12 @@ def _over_seeds(result: Mapping[str, Any]) -> TextTable:
         curves = [record.draws_curve for record in records if record.draws_curve is not None]
         for place, draws in enumerate(curves[0].draws if curves else []):
             cells = []
-            for name, scale in _SCORES:
+            for name, scale in CURVE_SCORES:
                 value = mean_of([curve.at(draws, name) for curve in curves], scale)
                 error = mean_of([curve.scores[name].standard_error[place] for curve in curves])
-                cells.append(_with_error(value, error, scale))
+                cells.append(with_error(value, error, scale))
             lines.append([label, str(draws), *cells])
-    return ["method", "S", *_SCORE_TITLES], lines
-
-
-def _schemes(studied: Mapping[str, Mapping[str, Any] | None]) -> TextTable:
-    """A curve's standard error is that of the mean over R groups; a single group varies sqrt(R) times as much."""
-    lines = []
-    for label, found in studied.items():
-        for place, draws in enumerate(found["curve"] if found else []):
-            for sampling in ("iid", "balanced"):
-                assert found is not None
-                repeats, curve = found[sampling]["repeats"][place], found[sampling]["curve"]
-                cells = []
-                for name, scale in _SCORES:
-                    error = curve[name]["standard_error"][place]
-                    alone = None if error is None else error * repeats**0.5
-                    cells.append(_with_error(scale * curve[name]["value"][place], alone, scale))
-                lines.append([label, str(draws), sampling, str(repeats), *cells])
-    return ["method", "S", "draws", "groups", *_SCORE_TITLES], lines
-
-
-def _with_error(value: float | None, error: float | None, scale: float) -> str:
-    """A mean (scaled already), and its error times `scale` where there is one."""
-    return as_text(value) if error is None else f"{as_text(value)} ± {as_text(scale * error, 2)}"
+    return ["method", "S", *CURVE_TITLES], lines
 
 
 def figures(result: dict[str, Any]) -> "dict[str, Figure]":

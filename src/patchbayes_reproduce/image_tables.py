@@ -160,3 +160,43 @@ def _bins(scores: RunScores) -> list[tuple[float, float, float]]:
     assert found is not None
     values = zip(found.count, found.confidence, found.accuracy, strict=True)
     return [(n, n * (confidence or 0.0), n * (accuracy or 0.0)) for n, confidence, accuracy in values]
+
+
+#: Scores of a curve, and what they are multiplied by.
+CURVE_SCORES = (("top5_accuracy", 100), ("accuracy", 100), ("ece", 100), ("mce", 100), ("nll", 1))
+CURVE_TITLES = ("top-5 %", "top-1 %", "ECE %", "MCE %", "NLL")
+
+
+def scheme_table(result: Mapping[str, Any]) -> dict[str, TextTable]:
+    """Independent and balanced draws of the first seed's networks, where a study looked at both."""
+    studied = {label: records[0].get("draw_schemes") for label, records in result["methods"].items()}
+    first = next((found for found in studied.values() if found), None)
+    if first is None:
+        return {}
+    title = (
+        f"Independent and balanced draws of the same networks (seed 0, {first['split']}): mean over groups of S draws out "
+        f"of {first['pool']:,}, ± the Monte-Carlo standard error of one group"
+    )
+    return {title: _schemes(studied)}
+
+
+def _schemes(studied: Mapping[str, Mapping[str, Any] | None]) -> TextTable:
+    """A curve's standard error is that of the mean over R groups; a single group varies sqrt(R) times as much."""
+    lines = []
+    for label, found in studied.items():
+        for place, draws in enumerate(found["curve"] if found else []):
+            for sampling in ("iid", "balanced"):
+                assert found is not None
+                repeats, curve = found[sampling]["repeats"][place], found[sampling]["curve"]
+                cells = []
+                for name, scale in CURVE_SCORES:
+                    error = curve[name]["standard_error"][place]
+                    alone = None if error is None else error * repeats**0.5
+                    cells.append(with_error(scale * curve[name]["value"][place], alone, scale))
+                lines.append([label, str(draws), sampling, str(repeats), *cells])
+    return ["method", "S", "draws", "groups", *CURVE_TITLES], lines
+
+
+def with_error(value: float | None, error: float | None, scale: float) -> str:
+    """A mean (scaled already), and its error times `scale` where there is one."""
+    return as_text(value) if error is None else f"{as_text(value)} ± {as_text(scale * error, 2)}"

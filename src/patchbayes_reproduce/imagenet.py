@@ -22,8 +22,8 @@ from patchbayes.data.extras import optional
 from patchbayes.runs.record import Corruptions, RunScores
 
 from .experiment import ComparedNumber, Experiment, Scale, TextTable, Workspace, as_text, paper_table
-from .image_study import METHODS, Study, run_study, scores_of
-from .image_tables import calibrated_table, calibration_figure, comparison_rows, runs_of, score_table
+from .image_study import METHODS, DrawsStudy, Study, run_study, scores_of
+from .image_tables import calibrated_table, calibration_figure, comparison_rows, runs_of, scheme_table, score_table
 from .seed_statistics import mean_of
 from .small_cifar import write_image_tree
 
@@ -54,6 +54,7 @@ _STUDIES: Mapping[Scale, Study] = {
     "paper": Study(
         "images:imagenet", "resnet18", _METHODS, 1, {**_TRAINING, "epochs": 100, "size": 224},
         corruptions=True, corruption_examples=50_000, each=_INDEPENDENT,
+        draws_study=DrawsStudy(400, (1, 20, 100, 200), "test"),
     ),
 }  # fmt: skip
 
@@ -145,6 +146,7 @@ def tables(result: dict[str, Any]) -> dict[str, TextTable]:
         found["The same networks, each calibrated by `calibrate_` on the same held-out images"] = calibrated_table(
             result
         )
+    found |= scheme_table(result)
     by_method = scores_of(result)
     for _, _, key, name in _TABLES:
         values = _by_corruption(by_method, relative=key == "relative_mce")
