@@ -17,7 +17,16 @@ from patchbayes.patching.drawing import forward_draws
 from patchbayes.patching.patch import patch_, patched_sites
 from patchbayes.posteriors import EMP
 from patchbayes_reproduce import ablations, registry, summary
-from patchbayes_reproduce.ablations import GROUPS, VARIANTS, Ablation, AblationPlan, mean_cross_entropy, train_variant
+from patchbayes_reproduce.ablations import (
+    EQUAL_COMPUTE,
+    EQUAL_TITLE,
+    GROUPS,
+    VARIANTS,
+    Ablation,
+    AblationPlan,
+    mean_cross_entropy,
+    train_variant,
+)
 from patchbayes_reproduce.experiment import Workspace, read_record, reproduce
 
 SHORT = AblationPlan(residual="small_cnn", epochs=1, batch_size=300)
@@ -140,7 +149,10 @@ def test_smoke_scale_by_the_command_goes_on_from_its_files(tmp_path, monkeypatch
     assert set(result["variants"]) == set(VARIANTS)
     found = registry.experiment("ablations")
     assert found.rows(result) == []
-    for title, (header, lines) in found.tables(result).items():
+    tables = found.tables(result)
+    assert [line[0] for line in tables.pop(EQUAL_TITLE)[1]] == list(EQUAL_COMPUTE)
+    assert {one["train_accuracy"] > 0 and one["temperature"] > 0 for one in result["regimes"]} == {True}
+    for title, (header, lines) in tables.items():
         labels = GROUPS[title.partition(":")[0]]
         assert [line[0] for line in lines] == list(labels)
         assert f"NLL against {labels[0]}" in header
@@ -186,9 +198,20 @@ def test_a_verdict_needs_differences_beyond_chance():
         {**score, "nll": 0.6 + 0.1001 * seed, "accuracy": 0.8 + 0.001 * seed} for seed in range(5)
     ]
     variants["EMP, one zero weight"] = [{**score, "nll": 0.6 + 0.2 * seed * (-1) ** seed} for seed in range(5)]
-    result = {"variants": variants, "plan": {"data": "digits", "epochs": 1, "seeds": 5}}
+    equal = {label: [{"train_nll": 0.1, "nll": 0.2}] * 2 for label in EQUAL_COMPUTE}
+    regimes = [{"train_accuracy": 0.99, "temperature": 1.5}]
+    plan = {"data": "digits", "epochs": 1, "seeds": 5}
+    result = {"variants": variants, "plan": plan, "regimes": regimes, "equal_compute": equal}
     header, lines = next(iter(ablations.tables(result).values()))
     columns = [header.index("NLL against EMP"), header.index("error % against EMP")]
     assert [lines[0][column] for column in columns] == ["-", "-"]
     assert [lines[1][column] for column in columns] == ["+0.1 (worse)", "+9.8 (worse)"]
     assert "no significant difference" in lines[2][columns[0]]
+    regimes[0]["temperature"] = 1.0
+    _, lines = next(iter(ablations.tables(result).values()))
+    assert [lines[1][column] for column in columns] == ["not comparable", "not comparable"]
+
+
+def test_shares_of_the_epochs_cost_the_same():
+    """S draws in an S-th of the epochs: as many passes through the network."""
+    assert all(variant.draws * variant.share == pytest.approx(1) for variant in EQUAL_COMPUTE.values())

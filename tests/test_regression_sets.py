@@ -398,3 +398,20 @@ def test_committed_records_follow_the_protocol_and_their_own_splits():
         assert [row["split"] for row in record["splits"]] == list(range(SETS[name].splits)), path
         for metric, value in record["summary"].items():
             assert value == regression_sets.summary([row[metric] for row in record["splits"]]), path
+
+
+def test_the_record_is_made_of_finished_runs(tmp_path):
+    """With `finished` nothing is trained: what is there is taken, and an empty folder is refused."""
+    known = Path(__file__).resolve().parent.parent / "results" / "regression"
+    setting = Workspace(data_dir=tmp_path, work_dir=tmp_path, finished=True)
+    with pytest.raises(PatchbayesError, match="no run is finished"):
+        regression_tables.run("small", setting)
+    (tmp_path / "regression" / "variants" / "targets-raw").mkdir(parents=True)
+    for file in ("yacht-dropout.json", "boston-emp.json", "variants/targets-raw/yacht-emp.json"):
+        (tmp_path / "regression" / file).write_bytes((known / file).read_bytes())
+    result = regression_tables.run("small", setting)
+    assert [(run["set"], run["method"]) for run in result["runs"]] == [("yacht", "dropout"), ("boston", "emp")]
+    assert [run["variant"] for run in result["variants"]] == ["targets-raw"]
+    spent = regression_tables.EXPERIMENT.runs(result)
+    assert len(spent) == 3
+    assert all(seconds > 0 for _, seconds in spent)

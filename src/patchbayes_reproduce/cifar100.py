@@ -1,51 +1,87 @@
 """Table 6, figure 5, tables 9-11 and figure 6: CIFAR-100, all methods, and how they depend on the number of draws.
 
 Paper scale is PyramidNet (depth 110, alpha 270), 400 epochs, batch 256, Adam at its defaults, the simplified loss with
-lambda = 0.001 / 256, K = 5 independent components, S = 200. Small scale trains `small_cnn`, a convolutional network of 86
-thousand parameters, for a few epochs with all methods alike, and scores a part of the test images; smoke takes
-scikit-learn's digits. The first seed's networks also tell independent draws from balanced ones, up to more draws.
+lambda = 0.001 / 256, K = 5 independent components, S = 200 independent draws. Small scale is PyramidNet (depth 20, alpha 24)
+on twenty classes at 16 pixels, trained until it knows its training data by heart (`small_cifar`), with the same loss and
+optimizer; every run is scored as it is and once more after `calibrate_` on the held-out part. Smoke takes scikit-learn's
+digits.
+
+Deviation at small scale: the learning rate falls to zero by a cosine, so that all networks come to rest; batches of 64.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from patchbayes.runs.record import RunScores
 
-from .experiment import ComparedNumber, Experiment, Scale, TextTable, Workspace, as_text, paper_table
-from .image_study import DrawsStudy, Study, calibration_figure, comparison_rows, run_study, score_table, scores_of
+from .experiment import ComparedNumber, Experiment, Scale, TextTable, Workspace, paper_table
+from .image_study import DrawsStudy, Study, run_study, scores_of
+from .image_tables import (
+    CURVE_SCORES,
+    CURVE_TITLES,
+    calibrated_table,
+    calibration_figure,
+    comparison_rows,
+    runs_of,
+    scheme_table,
+    score_table,
+    with_error,
+)
 from .seed_statistics import mean_of
+from .small_cifar import HELD_OUT, write_twenty_classes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _METHODS = ("emp_bn_output", "ecmp_bn_output", "dropout", "vanilla")
+_INDEPENDENT = {
+    "emp_bn_output": {"method": "emp(5, init='independent')"},
+    "ecmp_bn_output": {"method": "ecmp(5, init='independent')"},
+}
+#: Small scale: batches of 64, and a learning rate that falls to zero, so that every network comes to rest.
+_SMALL_TRAINING = {
+    "batch_size": 64, "objective": "simplified", "schedule": "cosine", "augmentation": "none", "held_out": HELD_OUT,
+    "report_epochs": 1000, "threads": 1,
+}  # fmt: skip
+
+
+def small_study(model: str, epochs: int) -> Study:
+    """The methods on twenty classes, trained until the network without patches knows its training data by heart."""
+    return Study(
+        "npz", f"patchbayes_reproduce.small_cifar:{model}", ("vanilla", "ecmp_bn_output", "emp_bn_output", "dropout"), 3,
+        {**_SMALL_TRAINING, "epochs": epochs}, each=_INDEPENDENT, calibrate=True, rates=(0.02, 0.1),
+        later=("recipe", "ecmp_random", "dropout_tuned"),
+        note=f"{model} on 20 classes of CIFAR-100, 5,000 training images at 16 pixels, {epochs} epochs",
+    )  # fmt: skip
+
+
 _STUDIES: Mapping[Scale, Study] = {
     "smoke": Study(
         "digits", "small_cnn", _METHODS, 2, {"epochs": 2, "batch_size": 64, "objective": "simplified", "threads": 1},
         draws=20, curve=(1, 5, 20), draws_study=DrawsStudy(50, (1, 5, 20), "test[:50]"),
     ),
-    "small": Study(
-        "cifar100", "small_cnn", _METHODS, 5,
-        {"epochs": 3, "batch_size": 128, "objective": "simplified", "lr": 0.002, "held_out": 0.0, "report_epochs": 3},
-        draws=100, curve=(1, 20, 100), split="test[:1500]",
-        draws_study=DrawsStudy(1000, (1, 5, 20, 100, 200, 500), "test[:200]"),
-        each={label: {"patch_lr": 0.01} for label in ("emp_bn_output", "ecmp_bn_output")},  # a K-th of the steps is few
-        note="small_cnn instead of PyramidNet, 3 epochs instead of 400, patches at K times the learning rate",
-    ),
     "paper": Study(
         "cifar100", "pyramidnet110", _METHODS, 1,
         {"epochs": 400, "batch_size": 256, "objective": "simplified", "schedule": "constant", "held_out": 0.0},
         draws_study=DrawsStudy(1000, (1, 5, 20, 100, 200, 500), "test"),
-        each={
-            "emp_bn_output": {"method": "emp(5, init='independent')"},
-            "ecmp_bn_output": {"method": "ecmp(5, init='independent')"},
-        },
+        each=_INDEPENDENT,
     ),
+    "small": small_study("pyramidnet20", 40),
 }  # fmt: skip
 
 
 def run(scale: Scale, setting: Workspace) -> dict[str, Any]:
-    return run_study(_STUDIES[scale], setting, f"cifar100-{scale}") | {"scale": scale}
+    return run_small(_STUDIES[scale], setting, f"cifar100-{scale}") | {"scale": scale}
+
+
+def run_small(study: Study, setting: Workspace, name: str) -> dict[str, Any]:
+    """The study; where its data is the part of CIFAR-100, that is made first."""
+    if study.data == "npz":
+        assert setting.work_dir is not None
+        file = write_twenty_classes(setting.work_dir / "cifar100-twenty-classes.npz", setting.data_dir)
+        study = replace(study, data=f"npz:{file.resolve()}")
+    return run_study(study, setting, name)
 
 
 def rows(result: dict[str, Any]) -> list[ComparedNumber]:
@@ -56,12 +92,20 @@ def rows(result: dict[str, Any]) -> list[ComparedNumber]:
     found = scores_of(result)
     for line in paper_table("mc_draws"):
         label = line["method"] if line["method"] in found else f"{line['method']}_bn_output"
-        for column, name in (("cifar100_top1", "accuracy"), ("cifar100_ece", "ece")):
+        for column, name in _CURVE_COLUMNS.items():
             ours = _at_draws(found.get(label, []), line["draws"], name)
             if ours is not None:
                 what = f"{label}, S = {line['draws']}, {column.removeprefix('cifar100_')} %"
                 made.append(ComparedNumber(what, float(line[column]), ours, 1.0 if same else None, why))
     return made
+
+
+_CURVE_COLUMNS = {
+    "cifar100_top5": "top5_accuracy",
+    "cifar100_top1": "accuracy",
+    "cifar100_ece": "ece",
+    "cifar100_mce": "mce",
+}
 
 
 def _at_draws(records: list[RunScores], draws: str, name: str) -> float | None:
@@ -71,24 +115,18 @@ def _at_draws(records: list[RunScores], draws: str, name: str) -> float | None:
 
 
 def tables(result: dict[str, Any]) -> dict[str, TextTable]:
-    seeds = f"{result['model']} on {result['data']}, {result['num_examples']:,} test images, {result['seeds']} seeds"
+    subject = result["note"] or f"{result['model']} on {result['data']}"
+    seeds = f"{subject}, {result['num_examples']:,} test images, up to {result['seeds']} seeds"
     made = {
-        f"All methods at equal epochs: {seeds}; mean and 95 % interval": score_table(result),
-        "Draws in testing: mean over seeds, and the Monte-Carlo standard error of one network": _over_seeds(result),
+        f"{result['draws']} independent draws: {seeds}; mean and 95 % interval": score_table(result),
+        "Independent draws in testing: mean over seeds, ± the Monte-Carlo standard error": _over_seeds(result),
     }
-    studied = {label: records[0].get("draw_schemes") for label, records in result["methods"].items()}
-    first = next((found for found in studied.values() if found), None)
-    if first is not None:
-        title = (
-            f"Independent and balanced draws of the same networks (seed 0, {first['split']}): mean over groups of S draws out "
-            f"of {first['pool']:,}, ± the Monte-Carlo standard error of one group"
+    if all("calibrated" in kept for kepts in result["methods"].values() for kept in kepts):
+        made["The same networks, each calibrated by `calibrate_` on the same held-out images"] = calibrated_table(
+            result
         )
-        made[title] = _schemes(studied)
+    made |= scheme_table(result)
     return made
-
-
-_SCORES = (("accuracy", 100), ("ece", 100), ("nll", 1))  # of a curve, and what they are multiplied by
-_SCORE_TITLES = ("top-1 %", "ECE %", "NLL")
 
 
 def _over_seeds(result: Mapping[str, Any]) -> TextTable:
@@ -97,34 +135,12 @@ def _over_seeds(result: Mapping[str, Any]) -> TextTable:
         curves = [record.draws_curve for record in records if record.draws_curve is not None]
         for place, draws in enumerate(curves[0].draws if curves else []):
             cells = []
-            for name, scale in _SCORES:
+            for name, scale in CURVE_SCORES:
                 value = mean_of([curve.at(draws, name) for curve in curves], scale)
                 error = mean_of([curve.scores[name].standard_error[place] for curve in curves])
-                cells.append(_with_error(value, error, scale))
+                cells.append(with_error(value, error, scale))
             lines.append([label, str(draws), *cells])
-    return ["method", "S", *_SCORE_TITLES], lines
-
-
-def _schemes(studied: Mapping[str, Mapping[str, Any] | None]) -> TextTable:
-    """A curve's standard error is that of the mean over R groups; a single group varies sqrt(R) times as much."""
-    lines = []
-    for label, found in studied.items():
-        for place, draws in enumerate(found["curve"] if found else []):
-            for sampling in ("iid", "balanced"):
-                assert found is not None
-                repeats, curve = found[sampling]["repeats"][place], found[sampling]["curve"]
-                cells = []
-                for name, scale in _SCORES:
-                    error = curve[name]["standard_error"][place]
-                    alone = None if error is None else error * repeats**0.5
-                    cells.append(_with_error(scale * curve[name]["value"][place], alone, scale))
-                lines.append([label, str(draws), sampling, str(repeats), *cells])
-    return ["method", "S", "draws", "groups", *_SCORE_TITLES], lines
-
-
-def _with_error(value: float | None, error: float | None, scale: float) -> str:
-    """A mean (scaled already), and its error times `scale` where there is one."""
-    return as_text(value) if error is None else f"{as_text(value)} ± {as_text(scale * error, 2)}"
+    return ["method", "S", *CURVE_TITLES], lines
 
 
 def figures(result: dict[str, Any]) -> "dict[str, Figure]":
@@ -148,9 +164,10 @@ EXPERIMENT = Experiment(
     name="cifar100",
     title="CIFAR-100 and the number of draws",
     items=("table 6", "figure 5", "tables 9-11", "figure 6"),
-    duration={"smoke": "20 s", "small": "an hour of one idle core", "paper": "GPU-days"},
+    duration={"smoke": "20 s", "small": "two hours of one idle core", "paper": "GPU-days"},
     run=run,
     rows=rows,
     tables=tables,
     figures=figures,
+    runs=runs_of,
 )

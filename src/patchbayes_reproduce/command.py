@@ -20,6 +20,9 @@ def reproduce(
     list_all: Annotated[bool, typer.Option("--list", help="List the experiments.")] = False,
     verify: Annotated[bool, typer.Option("--verify", help="Check the pages against the records.")] = False,
     write_docs: Annotated[bool, typer.Option("--write-docs", help="Write the summary page from the records.")] = False,
+    finished: Annotated[
+        bool, typer.Option("--finished", help="Take the runs that are finished; begin no other.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON.")] = False,
 ) -> None:
     """Repeat an experiment of the paper.
@@ -44,7 +47,8 @@ def reproduce(
     elif verify:
         figures = summary.verify_summary(results, docs)
         show(
-            f"{docs / 'results.md'} is what the records in {results} and {results.parent} say; its {figures} figures are there."
+            f"{docs / 'results.md'} and its pages are what the records in {results} and {results.parent} say; their {figures} "
+            "figures are there."
         )
         if summary.verify_readme(docs):
             show("README.md: its tables are what the records say.")
@@ -59,7 +63,7 @@ def reproduce(
         chosen = registry.experiment(name)
         if scale not in experiments.SCALES:
             raise typer.BadParameter(f"--scale {scale}: give one of {', '.join(experiments.SCALES)}.")
-        setting = experiments.Workspace(data_dir, work or results / "work", tell)
+        setting = experiments.Workspace(data_dir, work or results / "work", tell, finished)
         record = experiments.reproduce(chosen, scale, setting, results)
         if as_json:
             show_json(record)

@@ -51,6 +51,8 @@ class Experiment:
     rows    result -> the paper's numbers beside ours.
     tables  result -> {title: (header, rows of text)}, more than the comparison.
     figures result -> {file name without ending: matplotlib figure}.
+    note    what a reader must know of the records: what was left out, and how to make it.
+    runs    result -> (date, seconds) of each run that the record is made of; none where the record was made in one go.
     """
 
     name: str
@@ -61,6 +63,8 @@ class Experiment:
     rows: Callable[[dict[str, Any]], list[ComparedNumber]]
     tables: "Callable[[dict[str, Any]], dict[str, TextTable]]" = lambda result: {}
     figures: "Callable[[dict[str, Any]], dict[str, Figure]]" = lambda result: {}
+    runs: Callable[[dict[str, Any]], list[tuple[str, float]]] = lambda result: []
+    note: str = ""
 
 
 TextTable = tuple[Sequence[str], Sequence[Sequence[str]]]
@@ -68,11 +72,15 @@ TextTable = tuple[Sequence[str], Sequence[Sequence[str]]]
 
 @dataclass(frozen=True)
 class Workspace:
-    """Where an experiment finds data and leaves parts of its work, so that it can go on after an interruption."""
+    """Where an experiment finds data and leaves parts of its work, so that it can go on after an interruption.
+
+    finished: where an experiment is made of runs, take those that are finished and begin no other.
+    """
 
     data_dir: Path | None = None
     work_dir: Path | None = None
     say: Callable[[str], None] = field(default=lambda text: None)
+    finished: bool = False
 
 
 def reproduce(experiment: Experiment, scale: Scale, setting: Workspace, folder: Path) -> dict[str, Any]:

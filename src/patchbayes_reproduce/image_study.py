@@ -4,12 +4,14 @@ Runs are folders of the working directory: an interrupted study goes on where it
 the same runs.
 """
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+from patchbayes.data.corruptions import Strengths
 from patchbayes.errors import PatchbayesError
 from patchbayes.files import write_atomically
 from patchbayes.patching.patch import is_patched
@@ -25,15 +27,14 @@ from patchbayes.runs import (
 )
 from patchbayes.runs.answers import class_answers, fitting_batch_size
 from patchbayes.runs.classification import draws_curve
+from patchbayes.runs.evaluate import evaluate_corruptions
 from patchbayes.runs.record import RunScores, as_json
 
-from .experiment import ComparedNumber, TextTable, Workspace, as_text
-from .seed_statistics import interval_text, mean_of, paired_verdict
+from .calibrated_runs import calibrated, ensemble_scores, outside_regime
+from .experiment import Workspace
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-#: Methods of the paper's image experiments: label -> settings of the training (section 5, appendix D).
+#: Methods of the paper's image experiments: label -> settings of the training (section 5, appendix D). Those with norm
+#: components that start at random are Algorithm 1 by the letter; "recipe" is `pb.mixed()`, our own.
 METHODS: dict[str, dict[str, Any]] = {
     "emp_bn_output": {"method": "emp(5)", "sites": "norm+output"},
     "emp_bn": {"method": "emp(5)", "sites": "norm"},
@@ -41,7 +42,12 @@ METHODS: dict[str, dict[str, Any]] = {
     "ecmp_bn": {"method": "ecmp(5)", "sites": "norm"},
     "dropout": {"method": "dropout(0.005)"},
     "vanilla": {"method": "vanilla"},
+    "emp_random": {"method": "norm: emp(5, jitter=0.3); output: emp(5, init='independent')"},
+    "ecmp_random": {"method": "norm: ecmp(5, jitter=0.3); output: ecmp(5, init='independent')"},
+    "recipe": {"method": "norm+output: ecmp(5, jitter=0.2); hidden: dropout(0.1, tie='unit', predict=False)"},
 }
+#: Dropout at the best of several rates.
+TUNED = "dropout_tuned"
 
 
 @dataclass(frozen=True)
@@ -58,7 +64,13 @@ class DrawsStudy:
 
 @dataclass(frozen=True)
 class Study:
-    """Networks to train and how to look at them; `draws_study` is made with the first seed's networks."""
+    """Networks to train and how to look at them.
+
+    Test draws are independent, as the paper's; `draws_study` puts balanced ones beside them, of the first seed's networks.
+    calibrate   score every run also after `calibrate_`, and say whether the networks are in the regime of the paper's claims.
+    later       methods that are run after all seeds of the others.
+    rates       rates of dropout to choose from by the first seed's NLL on the held-out part: the method "dropout_tuned".
+    """
 
     data: str
     model: str
@@ -71,75 +83,133 @@ class Study:
     corruptions: bool | Path = False
     corruption_examples: int = 1000
     corruption_draws: int = 100
+    corruption_strengths: Strengths = "imagenet"
     draws_study: DrawsStudy | None = None
     note: str = ""
     each: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    calibrate: bool = False
+    rates: tuple[float, ...] = ()
+    later: Sequence[str] = ()
+
+    def runs(self) -> list[tuple[str, int]]:
+        """Method and seed of every run, in the order of their importance."""
+        groups = (self.methods, self.later)
+        return [(label, seed) for group in groups for seed in range(self.seeds) for label in group]
+
+    def settings(self, label: str) -> dict[str, Any]:
+        """What `train` is told of a method."""
+        rate = label.removeprefix("dropout ")
+        own = METHODS.get(label, {"method": f"dropout({rate})"})
+        return {**self.training, **own, **self.each.get(label, {})}
 
 
 def run_study(study: Study, setting: Workspace, name: str) -> dict[str, Any]:
-    """The evaluations that the tables need, by method and seed."""
+    """The evaluations that the tables need, by method and seed: every run is kept as soon as it is made.
+
+    Where the studies of the record are stopped, the next call goes on with the run at hand.
+    """
     assert setting.work_dir is not None
-    folders = {
-        (label, seed): setting.work_dir / name / f"{label}-{seed}"
-        for seed in range(study.seeds)
-        for label in study.methods
-    }
+    work = setting.work_dir / name
+    folders: dict[tuple[str, int], Path] = {}
+    for label, seed in study.runs():
+        with contextlib.suppress(_NotFinished):
+            taken = _tuned_dropout(study, setting, work) if label == TUNED else label
+            folders[label, seed] = _ran(study, setting, work, taken, seed)
+    if not folders:
+        raise PatchbayesError(f"{work}: no run is finished yet; leave --finished out to go on with them.")
+    if study.corruptions:
+        _corrupt(study, setting, list(folders.values()))
+    found: dict[str, list[dict[str, Any]]] = {label: [] for label, _ in folders}
     for (label, seed), folder in folders.items():
-        setting.say(f"training {label}, seed {seed}")
-        settings = {**study.training, **METHODS[label], **study.each.get(label, {})}
-        config = TrainingConfig(
-            data=study.data,
-            data_dir=None if setting.data_dir is None else str(setting.data_dir),
-            model=study.model,
-            seed=seed,
-            **settings,
-        )
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        train(config, folder, resume=(folder / "config.json").exists(), quiet=True)
-    records = _evaluated(study, setting, list(folders.values()))
-    found: dict[str, list[dict[str, Any]]] = {label: [] for label in study.methods}
-    for (label, seed), record in zip(folders, records, strict=True):
-        found[label].append(_kept(record))
+        kept = _kept(read_evaluation(folder)) | {"date": RunFolder.open(folder).config["date"]}
+        if study.calibrate:
+            kept["calibrated"] = calibrated(folder, study.split, setting.data_dir)
         if study.draws_study is not None and seed == 0:
-            schemes = _draw_schemes(study.draws_study, setting, folders[label, seed])
-            found[label][-1]["draw_schemes"] = schemes
-    return {
+            kept["draw_schemes"] = _draw_schemes(study.draws_study, setting, folder)
+        found[label].append(kept)
+    result = {
         "data": study.data,
         "model": study.model,
         "split": study.split,
-        "seeds": study.seeds,
+        "seeds": max(map(len, found.values())),
         "draws": study.draws,
         "training": dict(study.training),
         "note": study.note,
-        "num_examples": records[0].num_examples,
+        "num_examples": read_evaluation(next(iter(folders.values()))).num_examples,
         "methods": found,
     }
+    plain = [folder for (label, _), folder in folders.items() if label == "vanilla"]
+    if study.calibrate and len(plain) > 1:
+        result["ensemble"] = ensemble_scores(plain, study.split, setting.data_dir)
+    return result
 
 
-def _evaluated(study: Study, setting: Workspace, folders: Sequence[Path]) -> list[EvaluationRecord]:
-    """The records of all runs, each written as soon as it is made."""
-    options = EvaluationOptions(
+class _NotFinished(Exception):
+    """A run that is not there, where only finished ones are asked for."""
+
+
+def _ran(study: Study, setting: Workspace, work: Path, label: str, seed: int) -> Path:
+    """The folder of a run that is trained, evaluated and, where asked for, calibrated."""
+    folder = work / f"{label.replace(' ', '-')}-{seed}"
+    if setting.finished:
+        if not (folder / ("calibrated.json" if study.calibrate else "evaluation.json")).exists():
+            raise _NotFinished
+        return folder
+    setting.say(f"{work.name}: {label}, seed {seed}")
+    config = TrainingConfig(
+        data=study.data,
+        data_dir=None if setting.data_dir is None else str(setting.data_dir),
+        model=study.model,
+        seed=seed,
+        **study.settings(label),
+    )
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    train(config, folder, resume=(folder / "config.json").exists(), quiet=True, trust_code=True)
+    if not (folder / "evaluation.json").exists():
+        _evaluate(study, setting, folder)
+    if study.calibrate:
+        calibrated(folder, study.split, setting.data_dir)
+    return folder
+
+
+def _tuned_dropout(study: Study, setting: Workspace, work: Path) -> str:
+    """Dropout at the rate whose calibrated prediction has the least NLL on the first seed's held-out part."""
+    tried = {f"dropout {rate:g}": 0.0 for rate in study.rates}
+    for label in tried:
+        folder = _ran(study, setting, work, label, 0)
+        tried[label] = float(calibrated(folder, study.split, setting.data_dir)["held_out_nll"])
+    return min(tried, key=lambda label: tried[label])
+
+
+def _evaluate(study: Study, setting: Workspace, folder: Path) -> None:
+    run = RunFolder.open(folder, trust_code=True)
+    evaluate([run], _options(study, setting), setting.say, write_evaluation)
+
+
+def _corrupt(study: Study, setting: Workspace, folders: Sequence[Path]) -> None:
+    """Add the scores under corruption. Images are read and corrupted once, for all runs."""
+    records = [read_evaluation(folder) for folder in folders]
+    if all(record.corruptions is not None for record in records):
+        return
+    runs = [RunFolder.open(folder, trust_code=True) for folder in folders]
+    options = replace(_options(study, setting), corruptions=study.corruptions)
+    for folder, record in zip(folders, evaluate_corruptions(runs, records, options, setting.say), strict=True):
+        write_evaluation(folder, record)
+
+
+def _options(study: Study, setting: Workspace) -> EvaluationOptions:
+    return EvaluationOptions(
         split=study.split,
         draws=study.draws,
         curve=study.curve,
-        corruptions=study.corruptions,
         corruption_examples=study.corruption_examples,
         corruption_draws=study.corruption_draws,
+        corruption_strengths=study.corruption_strengths,
+        sampling="iid",
         which="last",  # the paper evaluates what training ends with
         data_dir=setting.data_dir,
-        replicates=200,
+        replicates=50,
     )
-    missing = [folder for folder in folders if not _is_evaluated(folder, bool(study.corruptions))]
-    if missing:
-        chosen = folders if study.corruptions else missing  # images are corrupted once, for all
-        evaluate([RunFolder.open(folder) for folder in chosen], options, setting.say, write_evaluation)
-    return [read_evaluation(folder) for folder in folders]
-
-
-def _is_evaluated(folder: Path, corrupted: bool) -> bool:
-    if not (folder / "evaluation.json").exists():
-        return False
-    return not corrupted or read_evaluation(folder).corruptions is not None
 
 
 def _draw_schemes(wanted: DrawsStudy, setting: Workspace, folder: Path) -> dict[str, Any] | None:
@@ -153,7 +223,7 @@ def _draw_schemes(wanted: DrawsStudy, setting: Workspace, folder: Path) -> dict[
                 return dict(known["found"])
         except (ValueError, KeyError, TypeError):
             raise PatchbayesError(f"{path} cannot be read; delete it, and it is made again.") from None
-    run = RunFolder.open(folder)
+    run = RunFolder.open(folder, trust_code=True)
     model = run.model("last")
     if not is_patched(model):
         return None
@@ -184,96 +254,11 @@ def scores_of(result: Mapping[str, Any]) -> dict[str, list[RunScores]]:
     }
 
 
-PERCENT = {"top1": "accuracy", "top5": "top5_accuracy", "ece": "ece", "mce": "mce"}
-
-
-def value_of(scores: RunScores, column: str) -> float | None:
-    """A column of the paper's tables, in percent."""
-    value = scores.value(PERCENT[column])
-    return None if value is None else 100 * value
-
-
-def comparison_rows(
-    result: Mapping[str, Any], published: Sequence[Mapping[str, str]], same_scale: bool
-) -> list[ComparedNumber]:
-    """The paper's table beside ours. At paper scale within means one point; at another scale nothing can be compared."""
-    why = "" if same_scale else f"another scale: {result['model']}, {result['training'].get('epochs')} epochs"
-    made = []
-    found = scores_of(result)
-    for line in published:
-        label = line["method"] if line["method"] in found else f"{line['method']}_bn_output"
-        records = found.get(label)
-        if not records:
-            continue
-        for column in PERCENT:
-            ours = mean_of([value_of(record, column) for record in records])
-            made.append(
-                ComparedNumber(f"{label}, {column} %", float(line[column]), ours, 1.0 if same_scale else None, why)
-            )
-    return made
-
-
-def score_table(result: Mapping[str, Any]) -> TextTable:
-    """Accuracy, likelihood and calibration by method: mean and 95 % interval over seeds; the paired verdict on the NLL."""
-    header = [
-        "method",
-        "parameters",
-        "top-1 %",
-        "top-5 %",
-        "NLL",
-        "ECE %",
-        "floor %",
-        "MCE %",
-        "NLL against vanilla",
-        "training s",
-    ]
-    lines = []
-    found = scores_of(result)
-    plain = found.get("vanilla")
-    for label, records in found.items():
-        nll = [record.value("nll") for record in records]
-        floor = mean_of([_percent(record.metrics["ece"].floor) for record in records])
-        reference = None if plain is None else [record.value("nll") for record in plain]
-        lines.append(
-            [
-                label,
-                f"{records[0].parameters.patched:,}",
-                *(interval_text([value_of(record, column) for record in records]) for column in ("top1", "top5")),
-                interval_text(nll, 4),
-                interval_text([value_of(record, "ece") for record in records]),
-                as_text(floor, 3),
-                interval_text([value_of(record, "mce") for record in records]),
-                "-" if label == "vanilla" or reference is None else paired_verdict(nll, reference),
-                interval_text([record.training_seconds for record in records], 3),
-            ]
-        )
-    return header, lines
-
-
-def calibration_figure(result: Mapping[str, Any]) -> "Figure":
-    """Accuracy against confidence, the examples of all seeds pooled (figures 4, 5 and 7)."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4.5, 4.2), layout="constrained")
-    axes = figure.subplots()
-    axes.plot([0, 1], [0, 1], color="tab:gray", linewidth=1, linestyle=":")
-    for label, records in scores_of(result).items():
-        points = zip(*(_bins(record) for record in records), strict=True)
-        sums = [tuple(map(sum, zip(*bins, strict=True))) for bins in points]
-        kept = [(confidence / count, right / count) for count, confidence, right in sums if count > 5]
-        axes.plot([x for x, _ in kept], [y for _, y in kept], marker="o", markersize=3, label=label)
-    axes.set(xlabel="confidence", ylabel="accuracy", xlim=(0, 1), ylim=(0, 1), aspect="equal")
-    axes.legend(fontsize="small")
-    return figure
-
-
-def _percent(value: float | None) -> float | None:
-    return None if value is None else 100 * value
-
-
-def _bins(scores: RunScores) -> list[tuple[float, float, float]]:
-    """Number of examples, sum of confidences, number of right ones of each bin."""
-    found = scores.reliability
-    assert found is not None
-    values = zip(found.count, found.confidence, found.accuracy, strict=True)
-    return [(n, n * (confidence or 0.0), n * (accuracy or 0.0)) for n, confidence, accuracy in values]
+def outside_claims(result: Mapping[str, Any]) -> str | None:
+    """Why a study says nothing of the paper's claims; None where it does, as at paper scale, which is their own setting."""
+    if result.get("scale") == "paper":
+        return None
+    rows = [kept.get("calibrated") for kept in result["methods"].get("vanilla", [])]
+    if not all(rows):
+        return "the record does not say whether the vanilla network fits its training data and is overconfident"
+    return outside_regime(rows)

@@ -1,5 +1,10 @@
-"""Tables 1 and 3 (sections 1 and 3.3): what each method needs in parameters and memory; figure 2: how it assigns weights."""
+"""Tables 1 and 3 (sections 1 and 3.3): what each method needs in parameters and memory; figure 2: how it assigns weights.
 
+All counts are of modules that were built and patched, but for table 3's MLP, whose two counts no single module has.
+"""
+
+import importlib
+import importlib.util
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -8,34 +13,30 @@ from torch import Tensor, nn
 
 from patchbayes.counting import mlp_count, mlp_log10_ensemble_size, overhead_percent
 from patchbayes.draws.draws import Draws, format_count
-from patchbayes.nets import mlp, pyramidnet, resnet18
+from patchbayes.layers import is_norm
+from patchbayes.nets import pyramidnet, resnet18
 from patchbayes.patching.drawing import forward_draws
 from patchbayes.patching.patch import patch_, patched_sites
-from patchbayes.posteriors import ECMP, EMP, MNF, DropConnect, Dropout, Ensemble, MeanField
-from patchbayes.posteriors.method import Method
+from patchbayes.posteriors import ECMP, EMP, MNF, DropConnect, Dropout
 
 from .experiment import ComparedNumber, Experiment, Scale, TextTable, Workspace, paper_table
+from .memory_growth import growth_table, measured_growth
+from .step_memory import METHODS, step_memory
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _COMPONENTS = 5
-#: method -> what it is, and the sites that the paper's counts assume
-_METHODS: dict[str, tuple[Method, str]] = {
-    "emp": (EMP(_COMPONENTS), "norm+output"),
-    "ecmp": (ECMP(_COMPONENTS), "norm+output"),
-    "dropout": (Dropout(0.005), "norm"),
-    "dropconnect": (DropConnect(0.005), "linear+conv"),
-    "ensemble": (Ensemble(_COMPONENTS), "all"),
-    "mean_field_gaussian": (MeanField(), "all"),
-    "mnfg": (MNF(), "linear+conv"),
-}
 #: method -> why table 1's number for it has none of ours beside it, or why ours is another
 _REASONS = {
     "pbp": "PBP passes moments through perceptrons alone, so that no such network can be counted",
     "mnfg": f"counted from modules with two flows a layer, each of {MNF().layers} layers of {MNF().hidden} units",
 }
 _NETWORKS: dict[str, Callable[[], nn.Module]] = {"resnet18": resnet18, "pyramidnet_d110_a270": pyramidnet}
+_COUNTED = {method: make(_COMPONENTS) for method, make in METHODS.items()} | {
+    "emp_bn": (EMP(_COMPONENTS), "norm"),
+    "mnfg": (MNF(), "linear+conv"),
+}
 _MLP_SIZES: Mapping[Scale, tuple[int, int]] = {"smoke": (4, 10), "small": (100, 100), "paper": (100, 100)}
 _BATCH = 100
 
@@ -47,9 +48,9 @@ def run(scale: Scale, setting: Workspace) -> dict[str, Any]:
         if scale == "smoke" and name != "resnet18":
             continue
         networks[name] = {"plain": sum(p.numel() for p in build().parameters())}
-        for method, (posterior, sites) in _METHODS.items():
+        for method, (posterior, sites) in _COUNTED.items():
             if scale == "smoke" and method in ("ensemble", "mean_field_gaussian", "mnfg"):
-                continue  # up to half a gigabyte each
+                continue  # half a gigabyte each
             setting.say(f"counting {name}, {method}")
             model = build()
             patch_(model, posterior, sites)
@@ -62,47 +63,34 @@ def run(scale: Scale, setting: Workspace) -> dict[str, Any]:
         }
         for method in ("emp", "ecmp", "dropout", "dropconnect", "ensemble")
     }
-    memory = {method: step_memory(method, layers, hidden) for method in ("vanilla", *_METHODS)}
+    memory = {method: step_memory(method, layers, hidden) for method in ("vanilla", *METHODS)}
     return {
         "components": _COMPONENTS,
         "networks": networks,
         "mlp": formulas,
         "memory": {"layers": layers, "hidden": hidden, "batch": _BATCH, "bytes": memory},
+        "growth": measured_growth(scale),
+        "inception_norm_percent": inception_norm_percent(),
         "schemes": drawn_schemes(),
     }
 
 
-def step_memory(method: str, layers: int, hidden: int) -> dict[str, int]:
-    """Bytes that a training step of an MLP with L layers of H units holds: its parameters, and what backward needs.
+def inception_norm_percent() -> float | None:
+    """The share of InceptionV3's parameters that are in norm layers (section 3.3); None without torchvision."""
+    if importlib.util.find_spec("torchvision") is None:
+        return None
+    if not hasattr(torch.ops.torchvision, "nms"):  # beside a torch without GPU its own operators do not load
+        library = torch.library.Library("torchvision", "DEF")
+        for name in ("nms", "qnms"):
+            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        _KEPT.append(library)
+    models = importlib.import_module("torchvision.models")
+    model = models.inception_v3(weights=None, init_weights=False)
+    norms = sum(p.numel() for module in model.modules() if is_norm(module) for p in module.parameters())
+    return 100 * norms / sum(p.numel() for p in model.parameters())
 
-    Counted from the tensors themselves, so the same on every machine; gradients and optimizer state come on top, in
-    proportion to the parameters.
-    """
-    model = mlp(hidden, [hidden] * (layers - 1), hidden)
-    if method != "vanilla":
-        patch_(model, *_METHODS[method])
-    x = torch.randn(_BATCH, hidden, generator=torch.Generator().manual_seed(0))
-    saved = saved_for_backward(
-        model, lambda: model(x) if method != "ensemble" else forward_draws(model, x, Draws.enumerate(model))
-    )
-    return {"parameters": sum(p.nbytes for p in model.parameters()), "saved_for_backward": saved}
 
-
-def saved_for_backward(model: nn.Module, forward: Callable[[], object]) -> int:
-    """Bytes that autograd keeps after `forward` for the backward pass, the parameters of `model` not counted."""
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    saved: dict[int, int] = {}
-
-    def note(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            saved[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        kept = forward()  # while it lives, no storage is used twice
-    del kept
-    return sum(saved.values())
+_KEPT: list[torch.library.Library] = []  # an operator lives as long as its library
 
 
 def drawn_schemes(rows: int = 6, columns: int = 8) -> dict[str, list[list[list[int]]]]:
@@ -155,24 +143,37 @@ def rows(result: dict[str, Any]) -> list[ComparedNumber]:
     for line in paper_table("overhead_survey"):
         why = _REASONS.get(line["method"], "")
         for network, column in (("resnet18", "resnet18"), ("pyramidnet_d110_a270", "pyramidnet")):
-            counts = result["networks"].get(network, {})
-            ours = counts.get(line["method"])
-            printed = float(line[f"{column}_parameters"].removesuffix("M"))
+            counts, method = result["networks"].get(network, {}), line["method"]
+            ours = counts.get(method)
+            printed = line[f"{column}_parameters"].removesuffix("M"), line[f"{column}_overhead_percent"]
             rounded = None if ours is None else float(f"{ours / 1e6:.3g}")
+            percent = None if ours is None else overhead_percent(ours, counts["plain"])
+            what = f"of {network}, {method}"
+            made.append(ComparedNumber(f"millions of parameters {what}", float(printed[0]), rounded, 1e-9, why))
+            made.append(_overhead(f"overhead in % {what}", printed[1], percent, why))
+    for table, network in (("imagenet_resnet18", "resnet18"), ("cifar100_pyramidnet", "pyramidnet_d110_a270")):
+        counts = result["networks"].get(network, {})
+        for line in paper_table(table):
+            ours = counts.get(_COUNTS.get(line["method"], line["method"]))
+            percent = None if ours is None else overhead_percent(ours, counts["plain"])
             made.append(
-                ComparedNumber(f"millions of parameters of {network}, {line['method']}", printed, rounded, 1e-9, why)
+                _overhead(f"overhead in % of {network}, {line['method']}", line["overhead_percent"], percent, "")
             )
-            percent = None if ours is None else float(f"{overhead_percent(ours, counts['plain']):.3g}")
-            made.append(
-                ComparedNumber(
-                    f"overhead of {network} in %, {line['method']}",
-                    float(line[f"{column}_overhead_percent"]),
-                    percent,
-                    1e-9,
-                    why,
-                )
-            )
+    share = result.get("inception_norm_percent")
+    made.append(
+        _overhead("norm layers of InceptionV3, % of its parameters", "0.1", share, "" if share else "no torchvision")
+    )
     return made
+
+
+#: What tables 4 and 6 call a method -> what was counted; EMP and ECMP have the same parameters.
+_COUNTS = {"emp_bn_output": "emp", "ecmp_bn_output": "ecmp", "ecmp_bn": "emp_bn", "vanilla": "plain"}
+
+
+def _overhead(what: str, printed: str, percent: float | None, why: str) -> ComparedNumber:
+    """Equal as printed: ours lies within half of the last printed digit."""
+    half = 0.5 * 10.0 ** -len(printed.partition(".")[2])
+    return ComparedNumber(what, float(printed), percent, half, why)
 
 
 def tables(result: dict[str, Any]) -> dict[str, TextTable]:
@@ -200,7 +201,8 @@ def tables(result: dict[str, Any]) -> dict[str, TextTable]:
         "saved for backward, MB",
         "both, times vanilla",
     ]
-    return {title: (header, lines)}
+    grown = f"Growth of the extra memory of a step with L, H and K: exponents, K fixed at {_COMPONENTS} where it does not grow"
+    return {title: (header, lines), grown: growth_table(result["growth"])}
 
 
 def figures(result: dict[str, Any]) -> "dict[str, Figure]":

@@ -12,11 +12,14 @@ _FILES = {
     "prior": "prior_functions",
     "gpu-memory": "gpu_memory",
     "cifar100": "cifar100",
+    "cifar100-resnet": "cifar100_resnet",
+    "hundred-layers": "hundred_layers",
     "imagenet": "imagenet",
     "regression": "regression_tables",
     "pbp": "pbp_errors",
     "ablations": "ablations",
     "cost": "training_cost",
+    "gpu-needs": "gpu_needs",
 }
 
 

@@ -13,6 +13,8 @@ _PATCHED, _RIVALS = ("ecmp", "emp"), ("dropout", "ensemble")
 _SIGNS = {"rmse": 1.0, "lpd": -1.0}  # smaller is better
 _NAMES = {"rmse": "lowest RMSE", "lpd": "highest log density"}
 
+_CORRECTED = "paired over splits, corrected for their overlap, p < 0.01 asked for; runs at the full protocol alone"
+
 Runs = dict[tuple[str, str], dict[str, Any]]
 
 
@@ -64,6 +66,7 @@ def _lead(result: Mapping[str, Any], metric: str, wanted: int) -> Finding:
         verdict,
         f"{_NAMES[metric]} by mean in {means} of {len(sets)} sets run; with p < 0.01 better than both rivals in "
         f"{_listed(sure)}, and worse than one in {_listed(lost)}",
+        _CORRECTED,
     )
 
 
@@ -88,7 +91,7 @@ def _outperform(result: Mapping[str, Any], other: str) -> Finding:
                 f"{_listed(worse)}"
             )
     verdict: ClaimVerdict = "contradicted" if 1 in orders else "confirmed" if set(orders) == {-1} else "not confirmed"
-    return Finding(verdict, f"{len(sets)} sets; " + "; ".join(texts))
+    return Finding(verdict, f"{len(sets)} sets; " + "; ".join(texts), _CORRECTED)
 
 
 def _same_density(result: Mapping[str, Any]) -> Finding:
@@ -102,7 +105,7 @@ def _same_density(result: Mapping[str, Any]) -> Finding:
         means = [runs[name, method]["summary"]["lpd"]["mean"] for method in (*_PATCHED, *_RIVALS)]
         spread[name] = max(means) - min(means)
     texts = [f"{name}: largest difference {as_text(value, 2)}" for name, value in spread.items()]
-    return told(all(value < 0.01 for value in spread.values()), "; ".join(texts))
+    return told(all(value < 0.01 for value in spread.values()), "; ".join(texts), "largest difference below 0.01")
 
 
 def _year(result: Mapping[str, Any]) -> Finding:
@@ -111,7 +114,7 @@ def _year(result: Mapping[str, Any]) -> Finding:
         return untested("the file of Year is not there")
     means = {m: runs["year", m]["summary"]["rmse"]["mean"] for m in (*_PATCHED, *_RIVALS)}
     text = ", ".join(f"{method} {as_text(value)}" for method, value in means.items())
-    return Finding("not confirmed", f"RMSE of one split: {text}; one split allows no test")
+    return Finding("not confirmed", f"RMSE of one split: {text}", "one split allows no test")
 
 
 def _published(metric: str, wanted: int, _: Mapping[str, Any]) -> Finding:
@@ -122,21 +125,30 @@ def _published(metric: str, wanted: int, _: Mapping[str, Any]) -> Finding:
             value = {method: _SIGNS[metric] * float(line[method]) for method in (*_PATCHED, *_RIVALS)}
             all_sets += 1
             won += min(value[m] for m in _PATCHED) <= min(value[m] for m in _RIVALS)
-    return told(won >= wanted, f"as printed: {_NAMES[metric]}, ties included, in {won} of {all_sets} sets")
+    return told(
+        won >= wanted,
+        f"as printed: {_NAMES[metric]}, ties included, in {won} of {all_sets} sets",
+        "the paper's own numbers",
+    )
 
+
+_REGRESSION = ("regression",)
 
 REGRESSION_CLAIMS = [
     Claim("ECMP or EMP has the lowest RMSE in eight of ten regression sets",
-          "appendix D, table 12", "regression", partial(_lead, metric="rmse", wanted=8)),
+          "appendix D, table 12", "8 of 10", _REGRESSION, partial(_lead, metric="rmse", wanted=8)),
     Claim("ECMP or EMP has the highest log predictive density in nine of ten regression sets",
-          "appendix D, table 13", "regression", partial(_lead, metric="lpd", wanted=9)),
-    Claim("The paper's own table 12 has ECMP or EMP first in eight sets", "table 12", None, partial(_published, "rmse", 8)),
-    Claim("The paper's own table 13 has ECMP or EMP first in nine sets", "table 13", None, partial(_published, "lpd", 9)),
+          "appendix D, table 13", "9 of 10", _REGRESSION, partial(_lead, metric="lpd", wanted=9)),
+    Claim("The paper's own table 12 has ECMP or EMP first in eight sets", "table 12", "8 of 10", (),
+          partial(_published, "rmse", 8)),
+    Claim("The paper's own table 13 has ECMP or EMP first in nine sets", "table 13", "9 of 10", (),
+          partial(_published, "lpd", 9)),
     Claim("EMP and ECMP consistently outperform dropout in RMSE and log density",
-          "section 5", "regression", partial(_outperform, other="dropout")),
+          "section 5", "tables 12 and 13", _REGRESSION, partial(_outperform, other="dropout")),
     Claim("EMP and ECMP consistently outperform the vanilla network in RMSE and log density",
-          "section 5", "regression", partial(_outperform, other="vanilla")),
+          "section 5", "no number", _REGRESSION, partial(_outperform, other="vanilla")),
     Claim("On Kin8nm and Naval all methods have nearly the same log density: the output precision has the wrong scale",
-          "appendix D, table 13", "regression", _same_density),
-    Claim("On Year EMP and ECMP are worse than dropout and the ensemble", "appendix D, table 12", "regression", _year),
+          "appendix D, table 13", "-2.07", _REGRESSION, _same_density),
+    Claim("On Year EMP and ECMP are worse than dropout and the ensemble", "appendix D, table 12",
+          "RMSE ECMP 10.27, EMP 12.50, dropout 8.47, ensemble 8.69", _REGRESSION, _year),
 ]  # fmt: skip

@@ -1,6 +1,6 @@
 """Tables 12 and 13: ten regression sets, five methods, the protocol of appendix D.
 
-    python -m patchbayes.experiments.regression_sets --scale small --data-dir DATA --out results/regression
+    python -m patchbayes_reproduce.regression_sets --scale small --data-dir DATA --out results/regression
 
 Every (set, method) is a run with a record of its own, written as soon as it is done; a run whose record is there is skipped.
 All splits of a set train together (`stacked_training.py`).

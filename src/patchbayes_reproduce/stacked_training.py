@@ -1,9 +1,13 @@
 """Many small networks trained at once: the splits of a regression set side by side in batched matrix products.
 
+This is a second implementation of training, for speed alone, and it is held equal to the library's own: what is random is
+drawn first, as values (`Steps`), ordinary modules patched by `patch_` are trained on the same draws with autograd and
+torch.optim, and `tests/test_stacked_training.py::test_a_stack_equals_its_networks_trained_alone` compares parameters and
+statistics in float64 after every kind of recipe. Modules stacked by `torch.func.stack_module_state` and `vmap` would make it
+superfluous, but take several times as long a step (`results/regression/speed_vmap.json`), and patched ones cannot be.
+
 At these sizes (one hidden layer of 50) a training step costs calls, not arithmetic, so R networks in one step cost little
 more than one. The step is written by hand: forward, backward and Adam over one flat buffer of parameters, without autograd.
-What is random is drawn first, as values (`Steps`), so that ordinary patched modules can be trained on the same draws; a
-test holds the two equal to rounding.
 
 Axes: R networks, F inputs, H hidden units, D targets, B examples of a batch, K components, N training examples, T steps.
 """

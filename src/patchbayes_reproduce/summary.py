@@ -1,17 +1,22 @@
-"""docs/results.md: what the records say, experiment by experiment, rendered from them and nothing else."""
+"""docs/results.md: which claims of the paper hold; docs/results/NAME.md: what the records say, experiment by experiment.
+
+Rendered from the records and nothing else.
+"""
 
 import io
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from patchbayes.errors import PatchbayesError
 from patchbayes.files import write_atomically
 
 from .bayesianize_route import route_tables
-from .claims import claims_table
+from .calibrated_runs import TEMPERATURE, TRAIN_ACCURACY
+from .claim import ClaimVerdict
+from .claims import claims_table, verdict_counts
 from .experiment import ComparedNumber, Experiment, TextTable, as_text, largest_record
 from .registry import experiment, names
 
@@ -21,48 +26,70 @@ if TYPE_CHECKING:
 #: Tables from records of other measurements, in the folder above the experiments' own, by the experiment they stand beside.
 _BESIDE: dict[str, Callable[[Path], dict[str, TextTable]]] = {"cifar100": route_tables}
 
-_OPENING = """# Results
+_OPENING = """# Does the paper hold?
 
-Every table and figure of the paper beside what this code measures. All numbers come from the records in `results`;
-`patchbayes reproduce --verify` renders this page again from them and compares. A verdict is *within* where our number lies
-within the stated tolerance of the paper's, *outside* where it does not, and *not comparable* where scale, data or protocol
-differ, with the reason.
-"""
+Every sentence of the paper with a number or a comparison in it, beside what this code measures. All of it is rendered from the
+records in `results`; `patchbayes reproduce --verify` does so again and compares.
 
-_CLAIMS = """What the paper says in words. That something is better is *confirmed* or *contradicted* only with p < 0.01, paired
-over seeds, rounds or splits (corrected for their overlap). A claim of several parts is confirmed by all of them, contradicted
-by any one. Differences of percentages are in points; negative ones favor the claim. A verdict is about what was run: where the
-record is of another network or of fewer epochs than the paper's, so is the verdict.
+- That something is better is *confirmed* or *contradicted* only with p < 0.01, paired over seeds, rounds or splits (corrected
+  for their overlap); else it is *not confirmed*. Differences of percentages are in points; negative ones favor the claim.
+- A claim on accuracy or calibration is judged only where the network without patches reaches {train:g} % on its training data
+  and is overconfident (a temperature of at least {temperature:g} fits the held-out part); else it is *not comparable*.
+- A claim of several parts is confirmed by all of them and contradicted by any one. A verdict is about what was run: the record
+  and its scale are named.
 """
 
 
 def render(records: Path) -> dict[str, bytes]:
-    """The files of the page: results.md and figures/*.svg."""
-    lines = [_OPENING]
+    """The files of the pages: results.md, results/NAME.md and figures/*.svg."""
     files: dict[str, bytes] = {}
+    links = []
     for name in names():
         found = experiment(name)
-        lines.append(f"## {found.title} ({', '.join(found.items)})\n")
+        lines = [f"# {found.title} ({', '.join(found.items)})\n", *([f"{found.note}\n"] if found.note else [])]
         record = largest_record(records, name)
         if record is None:
-            lines.append(f"Not run yet: `patchbayes reproduce {name}`.\n")
+            lines.append(f"Not run yet: `patchbayes reproduce {name}`, {found.duration['small']}.\n")
         else:
             lines += _section(found, record)
         if name in _BESIDE:
             lines += _titled(_BESIDE[name](records.parent))
         for title, figure in (found.figures(record["result"]) if record else {}).items():
             files[f"figures/{title}.svg"] = svg(figure)
-            lines.append(f"![{title.replace('_', ' ')}](figures/{title}.svg)\n")
-    lines += ["## Claims of the paper\n", _CLAIMS, markdown(claims_table(records))]
-    files["results.md"] = ("\n".join(lines).rstrip() + "\n").encode()
+            lines.append(f"![{title.replace('_', ' ')}](../figures/{title}.svg)\n")
+        files[f"results/{name}.md"] = _page(lines)
+        state = f"{record['scale']} scale, {record['date'][:10]}" if record else "not run yet"
+        links.append(f"- [{found.title}](results/{name}.md): {', '.join(found.items)} ({state})")
+    opening = _OPENING.format(train=100 * TRAIN_ACCURACY, temperature=TEMPERATURE)
+    files["results.md"] = _page(
+        [opening, markdown(_tally(records)), "", markdown(claims_table(records)), "", "## Details\n", *links]
+    )
     return files
+
+
+def _tally(records: Path) -> TextTable:
+    """Claims by topic and verdict, and in all."""
+    counts = verdict_counts(records)
+    verdicts = get_args(ClaimVerdict)
+    lines = [[topic, *(str(found.get(verdict, "")) for verdict in verdicts)] for topic, found in counts.items()]
+    totals = [sum(found.get(verdict, 0) for found in counts.values()) for verdict in verdicts]
+    return ["claims on", *verdicts], [*lines, [f"all {sum(totals)}", *map(str, totals)]]
+
+
+def _page(lines: Sequence[str]) -> bytes:
+    return ("\n".join(lines).rstrip() + "\n").encode()
 
 
 def _section(found: Experiment, record: dict[str, Any]) -> list[str]:
     machine = record["machine"]
+    runs = found.runs(record["result"]) or [(record["date"], record["seconds"])]
+    days = sorted({date[:10] for date, _ in runs})
+    when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+    of_runs = f" of {len(runs)} runs" if len(runs) > 1 else ""
     lines = [
-        f"`patchbayes reproduce {found.name} --scale {record['scale']}`, {record['date'][:10]}, commit {record['commit']}, "
-        f"{machine['processor']}, {machine['threads']} threads, {as_text(record['seconds'], 3)} s.\n"
+        f"`patchbayes reproduce {found.name} --scale {record['scale']}`, {when}, commit {record['commit']}, "
+        f"{machine['processor']}, {machine['threads']} thread{'s' if machine['threads'] != 1 else ''}, "
+        f"{sum(seconds for _, seconds in runs):,.0f} s{of_runs}.\n"
     ]
     rows = found.rows(record["result"])
     if rows:
@@ -120,15 +147,34 @@ def write_summary(records: Path, docs: Path) -> list[Path]:
 
 
 def verify_summary(records: Path, docs: Path) -> int:
-    """Raise where the page's text is not what the records say, or a figure of it is missing; the number of its figures.
+    """Raise where a page's text is not what the records say, or a figure is missing; the number of the figures.
 
     Figures are not compared: their bytes depend on the version of matplotlib.
     """
-    page = docs / "results.md"
+    files = render(records)
+    pages = [name for name in files if name.endswith(".md")]
+    for name in pages:
+        _verify_page(docs / name, files.pop(name).decode().splitlines())
+    foreign = {path.name for path in (docs / "results").glob("*.md")} - {Path(name).name for name in pages}
+    if foreign:
+        raise PatchbayesError(f"{docs / 'results'}: {', '.join(sorted(foreign))} belong to no experiment; delete them.")
+    for name in files:
+        path = docs / name
+        if not path.exists() or b"<svg" not in path.read_bytes():
+            raise PatchbayesError(f"{path} is not a figure; write it with patchbayes reproduce --write-docs.")
+    spare = {path.name for path in (docs / "figures").glob("*.svg")} - {Path(name).name for name in files}
+    others = (docs.resolve().parent / "README.md", *docs.glob("*.md"))
+    shown = "".join(other.read_text() for other in others if other.exists())
+    spare = {name for name in spare if f"figures/{name}" not in shown}  # those of other pages are theirs
+    if spare:
+        raise PatchbayesError(f"{docs / 'figures'}: {', '.join(sorted(spare))} belong to no record; delete them.")
+    return len(files)
+
+
+def _verify_page(page: Path, wanted: Sequence[str]) -> None:
     if not page.exists():
         raise PatchbayesError(f"{page} does not exist; write it with patchbayes reproduce --write-docs.")
-    files = render(records)
-    wanted, present = files.pop("results.md").decode().splitlines(), page.read_text().splitlines()
+    present = page.read_text().splitlines()
     for number, (new, old) in enumerate(zip(wanted, present, strict=False), start=1):
         if new != old:
             raise PatchbayesError(
@@ -136,17 +182,6 @@ def verify_summary(records: Path, docs: Path) -> int:
             )
     if len(wanted) != len(present):
         raise PatchbayesError(f"{page} has {len(present)} lines, the records give {len(wanted)}.")
-    for name in files:
-        path = docs / name
-        if not path.exists() or b"<svg" not in path.read_bytes():
-            raise PatchbayesError(f"{path} is not a figure; write it with patchbayes reproduce --write-docs.")
-    spare = {path.name for path in (docs / "figures").glob("*.svg")} - {Path(name).name for name in files}
-    others = [other for other in (docs.resolve().parent / "README.md", *docs.glob("*.md")) if other != page]
-    shown = "".join(other.read_text() for other in others if other.exists())
-    spare = {name for name in spare if f"figures/{name}" not in shown}  # those of other pages are theirs
-    if spare:
-        raise PatchbayesError(f"{docs / 'figures'}: {', '.join(sorted(spare))} belong to no record; delete them.")
-    return len(files)
 
 
 def verify_readme(docs: Path) -> bool:

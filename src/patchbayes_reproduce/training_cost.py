@@ -20,7 +20,7 @@ from patchbayes.runs.loss import TrainingLoss, build_optimizer
 from patchbayes.runs.network import patched_net
 
 from .experiment import ComparedNumber, Experiment, Scale, TextTable, Workspace
-from .parameter_tables import saved_for_backward
+from .step_memory import saved_for_backward
 
 #: Methods by the names that records have for them.
 METHODS = {

@@ -31,7 +31,7 @@ def read_corrupted(
                 raise PatchbayesError(
                     f"{place}: no folder {severity}; a folder for each severity from 1 to 5 is needed."
                 )
-            return image_split(place / str(severity), classes, shape)
+            return image_split(place / str(severity), classes, shape, "crop")  # they are cropped and resized already
     raise PatchbayesError(
         f"{root}: neither {name}.npy (the layout of CIFAR-C) nor {name}/{severity}/CLASS (the layout of ImageNet-C)."
     )

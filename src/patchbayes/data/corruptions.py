@@ -4,6 +4,7 @@ import hashlib
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from ..errors import PatchbayesError
 from .extras import optional
+from .small_corruptions import corrupt_small_images
 from .splits import Split
 
 # In the order of the paper's tables.
@@ -32,6 +34,8 @@ CORRUPTIONS = (
     "jpeg_compression",
 )
 SEVERITIES = (1, 2, 3, 4, 5)
+#: Whose strengths: those of ImageNet-C, or those of CIFAR-C, which leave something to see of images of about 32 pixels.
+Strengths = Literal["imagenet", "small"]
 _SMALLEST_SIDE = 32
 _GREEN = 1
 # These two draw from a generator of their own, which takes a seed.
@@ -39,18 +43,23 @@ _SEEDED = ("impulse_noise", "glass_blur")
 _NUMPY_STATE = threading.Lock()
 
 
-def corrupt(images: Tensor, name: str, severity: int, seed: int = 0) -> Tensor:
+def corrupt(images: Tensor, name: str, severity: int, seed: int = 0, strengths: Strengths = "imagenet") -> Tensor:
     """Corrupted images, (B, C, H, W) uint8 in and out, with one channel (gray) or three.
 
     What is drawn for an image depends on the image itself, the name, the severity and the seed: its corrupted form is the
     same in any batch, part of the data or process. Images with a side below 32 pixels are enlarged by a whole factor,
-    corrupted, and averaged back. The strengths are those of ImageNet-C at every size; CIFAR-C's own are milder.
+    corrupted, and averaged back. strengths="small" are made for small images instead (`small_corruptions`).
     """
     check_corruption(name, severity)
+    if strengths not in get_args(Strengths):
+        raise PatchbayesError(f"corrupt(strengths={strengths!r}): expected one of {', '.join(get_args(Strengths))}.")
     if images.dtype != torch.uint8 or images.dim() != 4 or images.shape[1] not in (1, 3):
         raise PatchbayesError(
             f"corrupt: given {images.dtype} {tuple(images.shape)}; pixels uint8 (B, C, H, W) with one or three channels."
         )
+    if strengths == "small":
+        seeds = [_seed(image, name, severity, seed) for image in images.cpu()]
+        return corrupt_small_images(images, name, severity, seeds)
     package = optional("imagecorruptions", "corruptions", "corrupting images")
     factor = -(-_SMALLEST_SIDE // min(images.shape[2:]))
     corrupted = torch.empty_like(images)
@@ -74,8 +83,11 @@ def check_corruption(name: str, severity: int) -> None:
 class CorruptedSplit(Split):
     """A split of images, each corrupted when it is fetched."""
 
-    def __init__(self, split: Split, name: str, severity: int, seed: int = 0) -> None:
+    def __init__(
+        self, split: Split, name: str, severity: int, seed: int = 0, strengths: Strengths = "imagenet"
+    ) -> None:
         check_corruption(name, severity)
+        self.strengths: Strengths = strengths
         self.split = split
         self.name = name
         self.severity = severity
@@ -87,10 +99,10 @@ class CorruptedSplit(Split):
 
     def fetch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         raw, targets = self.split.fetch(indices)
-        return corrupt(raw, self.name, self.severity, self.seed), targets
+        return corrupt(raw, self.name, self.severity, self.seed, self.strengths), targets
 
     def subset(self, indices: Tensor) -> "CorruptedSplit":
-        return CorruptedSplit(self.split.subset(indices), self.name, self.severity, self.seed)
+        return CorruptedSplit(self.split.subset(indices), self.name, self.severity, self.seed, self.strengths)
 
 
 def _seed(image: Tensor, name: str, severity: int, seed: int) -> int:

@@ -83,7 +83,8 @@ class Dataset:
         order = torch.arange(len(split)) if order is None else order
         for start in range(0, len(order), batch_size):
             indices = order[start : start + batch_size]
-            raw, targets = split.fetch(indices)
-            if augment is not None:
-                raw = self.preparation.augment(raw, augment)
+            if augment is None:
+                raw, targets = split.fetch(indices)
+            else:
+                raw, targets = split.fetch_augmented(indices, self.preparation, augment)
             yield self.preparation.inputs(raw), self.preparation.targets(targets)

@@ -6,9 +6,11 @@ import torch
 
 from ..errors import PatchbayesError
 from .contents import Contents
-from .image_files import SUFFIXES, ImageFileSplit
+from .image_files import SUFFIXES, ImageFileSplit, View
 
 DEFAULT_SIZE = 224
+#: From this side on images are taken for photographs, whose borders testing leaves out.
+_PHOTOGRAPH = 64
 # The usual statistics of photographs (those of ImageNet): measuring would mean decoding every file first.
 _STATISTICS = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
@@ -16,6 +18,8 @@ _STATISTICS = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 def read_image_folder(folder: Path, size: int | None = None) -> Contents:
     """Color images of size x size (224 where None); the classes are the folders of DIR/train, in alphabetical order.
 
+    Training takes random parts of the whole image; testing resizes it to 8/7 of the side (256 for 224) and takes the center, or
+    all of it below 64 pixels.
     With DIR/val and DIR/test, the first is the held-out part and the second the test part; either alone is the test part.
     """
     side = DEFAULT_SIZE if size is None else size
@@ -32,7 +36,7 @@ def read_image_folder(folder: Path, size: int | None = None) -> Contents:
     tests = [name for name in ("val", "test") if (folder / name).is_dir()]
     if not tests:
         raise PatchbayesError(f"{folder}: neither val nor test; put the test images into {folder / 'test'}/CLASS/.")
-    parts = [image_split(folder / name, classes, (3, side, side)) for name in ("train", *tests)]
+    parts = [image_split(folder / name, classes, (3, side, side), test_view(side)) for name in ("train", *tests)]
     return Contents(
         "classification",
         train=parts[0],
@@ -44,7 +48,12 @@ def read_image_folder(folder: Path, size: int | None = None) -> Contents:
     )
 
 
-def image_split(folder: Path, classes: tuple[str, ...], shape: tuple[int, ...]) -> ImageFileSplit:
+def test_view(side: int) -> View:
+    """How whole images of a folder are looked at."""
+    return "photograph" if side >= _PHOTOGRAPH else "cover"
+
+
+def image_split(folder: Path, classes: tuple[str, ...], shape: tuple[int, ...], view: View = "cover") -> ImageFileSplit:
     """The image files of folder/CLASS for each of the classes; every class must be there, and no other."""
     present = {path.name for path in folder.iterdir() if _is_class(path)}
     if present != set(classes):
@@ -60,7 +69,7 @@ def image_split(folder: Path, classes: tuple[str, ...], shape: tuple[int, ...]) 
             raise PatchbayesError(f"{folder / name}: no image file ({', '.join(sorted(SUFFIXES))}).")
         files += images
         targets += [number] * len(images)
-    return ImageFileSplit(files, torch.tensor(targets), shape)
+    return ImageFileSplit(files, torch.tensor(targets), shape, view)
 
 
 def _is_class(path: Path) -> bool:

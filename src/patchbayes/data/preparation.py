@@ -14,8 +14,8 @@ from ..errors import PatchbayesError
 Augmentation = Literal["none", "crop", "crop+flip", "resized-crop+flip"]
 _SHIFT = 4
 _LARGEST = 3.4e38  # of float32, in which inputs are prepared
-_AREA = (0.08, 1.0)
-_ASPECT = (3 / 4, 4 / 3)
+AREA = (0.08, 1.0)
+ASPECT = (3 / 4, 4 / 3)
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,8 @@ def _shifted(raw: Tensor, generator: torch.Generator) -> Tensor:
 def _resized_crop(raw: Tensor, generator: torch.Generator) -> Tensor:
     batch, _, height, width = raw.shape
     area, aspect, y, x = torch.rand(4, batch, generator=generator)
-    area = _AREA[0] + (_AREA[1] - _AREA[0]) * area
-    aspect = torch.exp(math.log(_ASPECT[0]) + math.log(_ASPECT[1] / _ASPECT[0]) * aspect)
+    area = AREA[0] + (AREA[1] - AREA[0]) * area
+    aspect = torch.exp(math.log(ASPECT[0]) + math.log(ASPECT[1] / ASPECT[0]) * aspect)
     tall, wide = (area / aspect).sqrt().clamp(max=1), (area * aspect).sqrt().clamp(max=1)
     # Coordinates run from -1 to 1: a window of share s has its center within 1 - s of the middle.
     theta = torch.zeros(batch, 2, 3)

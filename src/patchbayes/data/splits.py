@@ -1,12 +1,15 @@
 """Splits: N raw examples with their targets, fetched by index."""
 
 from abc import ABC, abstractmethod
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from ..errors import PatchbayesError
+
+if TYPE_CHECKING:
+    from .preparation import Preparation
 
 Task = Literal["classification", "regression"]
 
@@ -25,6 +28,13 @@ class Split(ABC):
     @abstractmethod
     def fetch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Raw inputs (B, ...) and targets (B,) or (B, D) of the examples numbered `indices` (B,)."""
+
+    def fetch_augmented(
+        self, indices: Tensor, preparation: "Preparation", generator: torch.Generator
+    ) -> tuple[Tensor, Tensor]:
+        """As `fetch`, each image changed at random as the preparation's augmentation says."""
+        raw, targets = self.fetch(indices)
+        return preparation.augment(raw, generator), targets
 
     @abstractmethod
     def subset(self, indices: Tensor) -> "Split":

@@ -17,16 +17,21 @@ from ..prediction.predict import Sampling, make_draws
 from ..ranks import exchanged, part_of, rank_and_number
 
 _KEPT = 2**26  # values of single draws held at a time: 256 MB
+_TOP = 5
 _REPEATS = 10  # at most so many groups of S draws tell how much a score at S draws varies
 
 
 @dataclass(frozen=True)
 class ScoresAtDraws:
-    """How groups of S draws answered: each row (R, N) is the average of another S draws."""
+    """How groups of S draws answered: each row (R, N) is the average of another S draws.
+
+    within_five: whether the target is among the five most probable classes.
+    """
 
     log_prob: Tensor
     confidence: Tensor
     correct: Tensor
+    within_five: Tensor
 
 
 @dataclass(frozen=True)
@@ -136,14 +141,16 @@ def fitting_batch_size(draws: int, outputs: int, largest: int = 256) -> int:
     return max(1, min(largest, _KEPT // (draws * outputs)))
 
 
-def _scores_of_groups(size: int, draw_probs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """log p(y), top probability and correctness (R, B) of averages over R disjoint groups of `size` draws."""
+def _scores_of_groups(size: int, draw_probs: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+    """The parts of `ScoresAtDraws` (R, B), of averages over R disjoint groups of `size` draws."""
     repeats = min(_REPEATS, len(draw_probs) // size)
     means = draw_probs[: repeats * size].unflatten(0, (repeats, size)).mean(1)
     targets = targets.to(means.device)
     confidence, named = means.max(-1)
     chosen = means.gather(-1, targets.expand(repeats, -1).unsqueeze(-1)).squeeze(-1)
-    return chosen.clamp_min(torch.finfo(means.dtype).tiny).log(), confidence, named == targets
+    best = means.topk(min(_TOP, means.shape[-1]), -1).indices
+    within = (best == targets.unsqueeze(-1)).any(-1)
+    return chosen.clamp_min(torch.finfo(means.dtype).tiny).log(), confidence, named == targets, within
 
 
 def _disagreement(named: Tensor, weights: Tensor) -> Tensor:
@@ -157,12 +164,18 @@ def _disagreement(named: Tensor, weights: Tensor) -> Tensor:
 
 
 def value_answers(
-    model: nn.Module, batches: Batches, draws: int, likelihood: Gaussian, mean: Tensor, std: Tensor
+    model: nn.Module,
+    batches: Batches,
+    draws: int,
+    likelihood: Gaussian,
+    mean: Tensor,
+    std: Tensor,
+    sampling: Sampling = "balanced",
 ) -> ValueAnswers:
     """The predictive of a regression; `mean` and `std` (D,) bring the standardized outputs and targets to target units."""
     mean, std = mean.double(), std.double()
     means, targets = [], []
-    taken = make_draws(model, network_of(model), draws, "balanced", None) if is_patched(model) else None
+    taken = make_draws(model, network_of(model), draws, sampling, None) if is_patched(model) else None
     weights = torch.ones(1, dtype=torch.float64)
     for inputs, wanted in batches:
         if taken is not None:

@@ -84,14 +84,19 @@ def temperature_scores(
 
 
 def draws_curve(at_draws: dict[int, ScoresAtDraws]) -> DrawsCurve | None:
-    """Accuracy, NLL and ECE against the number of draws: mean over repeats, and its standard error (None from one repeat)."""
+    """Accuracy, NLL, ECE and MCE against the number of draws: mean over repeats, and its standard error (None from one).
+
+    Also the accuracy among five classes.
+    """
     if not at_draws:
         return None
     scores = {}
     measures: dict[str, Callable[[ScoresAtDraws], Tensor]] = {
         "accuracy": lambda scores: scores.correct.double().mean(1),
         "nll": lambda scores: -scores.log_prob.double().mean(1),
-        "ece": lambda scores: torch.tensor([_ece(*row) for row in zip(scores.confidence, scores.correct, strict=True)]),
+        "top5_accuracy": lambda scores: scores.within_five.double().mean(1),
+        "ece": lambda scores: torch.tensor([bins.expected_error for bins in _bins(scores)]),
+        "mce": lambda scores: torch.tensor([bins.maximum_error for bins in _bins(scores)]),
     }
     for name, measure in measures.items():
         repeats = [measure(scores).double() for scores in at_draws.values()]
@@ -108,10 +113,16 @@ def _standard_error(values: Tensor) -> float | None:
     return float(values.std() / len(values) ** 0.5) if len(values) > 1 else None
 
 
-def _ece(confidence: Tensor, right: Tensor) -> float:
+def _bins(scores: ScoresAtDraws) -> list[CalibrationBins]:
+    """The bins of each repeat."""
+    return [bins_of(*row) for row in zip(scores.confidence, scores.correct, strict=True)]
+
+
+def bins_of(confidence: Tensor, right: Tensor) -> CalibrationBins:
+    """The paper's bins from the top probability (N,) of each example and whether it was right (N,)."""
     values = torch.stack([torch.ones_like(confidence), confidence, right.to(confidence)]).double()
     sums = values.new_zeros(3, _BINS).index_add(1, bin_numbers(confidence, _BINS), values)
-    return CalibrationBins.from_sums(sums, min_count=6).expected_error
+    return CalibrationBins.from_sums(sums, min_count=6)
 
 
 def shapes_of_confidence(answers: ClassAnswers) -> tuple[Reliability, Histogram, CoveragePoints]:

@@ -41,9 +41,9 @@ class EpochBatches(Numbered[Batch]):
 
     def __getitem__(self, step: int) -> Batch:
         whole, indices = self._batches[step], self.numbers(step)
-        raw, targets = self.dataset.train.fetch(indices)
         preparation = self.dataset.preparation
-        raw = preparation.augment(raw, stream(self.seed, _AUGMENTATION, self.epoch, step, self.process))
+        generator = stream(self.seed, _AUGMENTATION, self.epoch, step, self.process)
+        raw, targets = self.dataset.train.fetch_augmented(indices, preparation, generator)
         share = len(indices) * self.processes / len(whole)
         return preparation.inputs(raw), preparation.targets(targets), share
 

@@ -12,13 +12,14 @@ from torch import nn
 
 from ..data import Dataset, Split, read
 from ..data.corrupted_folders import read_corrupted
-from ..data.corruptions import CORRUPTIONS
+from ..data.corruptions import CORRUPTIONS, Strengths
 from ..errors import PatchbayesError
 from ..files import probe_writing
 from ..likelihoods import Gaussian
 from ..patching.network import network_of
 from ..patching.patch import is_patched
 from ..patching.report import PatchReport, number_of_parameters, report_on
+from ..prediction.predict import Sampling
 from ..provenance import provenance
 from ..ranks import rank_and_number
 from . import classification, regression
@@ -44,6 +45,8 @@ class EvaluationOptions:
     ood            data sets whose test inputs are of another kind.
     corruptions    evaluate under the fifteen corruptions, on `corruption_examples` examples with `corruption_draws` draws;
                    a folder in the layout of CIFAR-C or ImageNet-C instead of True takes the images from there.
+    corruption_strengths  those of ImageNet-C, or "small" ones, made for images of about 32 pixels.
+    sampling       how draws are made: "balanced" as in `predict`, or "iid", independently, as the paper does.
     which          the "best" checkpoint of a training, or the "last".
     replicates     of the bootstrap.
     """
@@ -56,7 +59,9 @@ class EvaluationOptions:
     corruptions: bool | Path = False
     corruption_examples: int = 1000
     corruption_draws: int = 20
+    corruption_strengths: Strengths = "imagenet"
     severities: tuple[int, ...] = (1, 2, 3, 4, 5)
+    sampling: Sampling = "balanced"
     which: Which = "best"
     data_dir: Path | None = None
     replicates: int = 1000
@@ -107,6 +112,22 @@ def evaluate(
     return records
 
 
+def evaluate_corruptions(
+    runs: Sequence[RunFolder],
+    records: Sequence[EvaluationRecord],
+    options: EvaluationOptions,
+    say: Callable[[str], None] = lambda text: None,
+) -> list[EvaluationRecord]:
+    """The records of runs that are evaluated already, with their scores under corruption; nothing else is done again."""
+    if not options.corruptions:
+        raise PatchbayesError(
+            "evaluate_corruptions(options): expected corruptions=True or a folder of corrupted images."
+        )
+    subjects = [_Evaluated(run, options) for run in runs]
+    _check_corruptions(subjects, options)
+    return _with_corruptions(subjects, records, options, say)
+
+
 class _Evaluated:
     """A run with its network and data, and what it answered."""
 
@@ -153,17 +174,21 @@ class _Evaluated:
     @property
     def classifier(self) -> Classifier:
         data = self.dataset
-        return Classifier(self.name, self.model, data.preparation, data.input_shape, data.num_outputs)
+        return Classifier(
+            self.name, self.model, data.preparation, data.input_shape, data.num_outputs, self.options.sampling
+        )
 
     def _classification(self, others: Mapping[str, Split], say: Callable[[str], None]) -> dict[str, Any]:
         options, data = self.options, self.dataset
         size = fitting_batch_size(options.draws, data.num_outputs)
         batches = data.batches(self.split, size)
-        answers = class_answers(self.model, batches, options.draws, curve=sorted({*options.curve, options.draws}))
+        curve = sorted({*options.curve, options.draws})
+        answers = class_answers(self.model, batches, options.draws, curve=curve, sampling=options.sampling)
         temperature = None
         if self.fitted_on is not None:
             say(f"{self.name}: fitting a temperature on {self.fitted_on}")
-            kept = class_answers(self.model, data.batches(data.part(self.fitted_on), size), min(options.draws, 20))
+            held_out = data.batches(data.part(self.fitted_on), size)
+            kept = class_answers(self.model, held_out, min(options.draws, 20), sampling=options.sampling)
             temperature = classification.temperature_scores(answers, kept, self.fitted_on, options.replicates)
         reliability, histogram, coverage = classification.shapes_of_confidence(answers)
         return {
@@ -187,7 +212,7 @@ class _Evaluated:
         if not others:
             return ()
         few = min(self.options.draws, 20)
-        known = class_answers(self.model, self.dataset.batches(self.split, size), few)
+        known = class_answers(self.model, self.dataset.batches(self.split, size), few, sampling=self.options.sampling)
         found: list[OutOfDistribution] = []
         for spec, other in others.items():
             say(f"{self.name}: inputs of {spec}")
@@ -199,7 +224,8 @@ class _Evaluated:
         likelihood = self.run.likelihood(options.which)
         assert isinstance(likelihood, Gaussian)
         mean, std = torch.tensor(data.preparation.target_mean), torch.tensor(data.preparation.target_std)
-        answers = value_answers(self.model, data.batches(self.split, 256), options.draws, likelihood, mean, std)
+        batches = data.batches(self.split, 256)
+        answers = value_answers(self.model, batches, options.draws, likelihood, mean, std, options.sampling)
         return {
             "num_draws": answers.num_draws,
             "exact": answers.exact,
@@ -302,6 +328,7 @@ def _with_corruptions(
         options.corruption_draws,
         severities=options.severities,
         corrupted=corrupted if folder else None,
+        strengths=options.corruption_strengths,
         say=say,
     )
     scores = [

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..data import Dataset, Preparation, csv_rows
 from ..data.image_files import SUFFIXES, decode_image, decode_images
+from ..data.image_folder import test_view
 from ..draws.draws import Draws
 from ..errors import PatchbayesError
 from ..likelihoods import Likelihood
@@ -168,13 +169,14 @@ class NewInputs:
     def _decoded(self, batch: list[tuple[str, Any]], failed: list[str]) -> tuple[list[str], Tensor]:
         """The images of a batch with their names; those that cannot be read are added to `failed`."""
         shape = tuple(self.data["input_shape"])
+        view = test_view(shape[-1]) if str(self.data["spec"]).startswith("images:") else "cover"
         try:
-            return [name for name, _ in batch], decode_images([file for _, file in batch], shape)
+            return [name for name, _ in batch], decode_images([file for _, file in batch], shape, view)
         except PatchbayesError:
             names, images = [], []
             for name, file in batch:
                 try:
-                    images.append(decode_image(file, shape))
+                    images.append(decode_image(file, shape, view))
                     names.append(name)
                 except PatchbayesError as error:
                     failed.append(str(error))

@@ -9,30 +9,34 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..data import Preparation, Split
-from ..data.corruptions import CORRUPTIONS, CorruptedSplit
+from ..data.corruptions import CORRUPTIONS, CorruptedSplit, Strengths
 from ..errors import PatchbayesError
 from ..metrics import (
-    accuracy,
     auroc,
+    correct,
     corruption_errors,
-    expected_calibration_error,
     fpr_at_tpr,
-    nll,
+    nll_per_example,
     relative_corruption_errors,
 )
+from ..prediction.predict import Sampling
 from .answers import ClassAnswers, class_answers, fitting_batch_size
+from .classification import bins_of
 from .record import Corruptions, OutOfDistribution
+
+_AT_ONCE = 500  # images held at a time
 
 
 @dataclass(frozen=True)
 class Classifier:
-    """A network to be tested: its name, the preparation of its inputs (C, H, W), its number of classes."""
+    """A network to be tested: its name, the preparation of its inputs (C, H, W), its number of classes, how it is drawn."""
 
     name: str
     model: nn.Module
     preparation: Preparation
     input_shape: tuple[int, ...]
     num_classes: int
+    sampling: Sampling = "balanced"
 
     def answers(self, raw: Tensor, targets: Tensor, draws: int) -> ClassAnswers:
         """The predictive on raw inputs."""
@@ -42,7 +46,7 @@ class Classifier:
             for part, wanted in zip(raw.split(size), targets.split(size), strict=True):
                 yield self.preparation.inputs(part), wanted
 
-        return class_answers(self.model, batches(), draws)
+        return class_answers(self.model, batches(), draws, sampling=self.sampling)
 
 
 def corruption_scores(
@@ -52,24 +56,29 @@ def corruption_scores(
     *,
     severities: Sequence[int] = (1, 2, 3, 4, 5),
     corrupted: Callable[[str, int], Split] | None = None,
+    strengths: Strengths = "imagenet",
     seed: int = 0,
     say: Callable[[str], None] = lambda text: None,
 ) -> list[Corruptions]:
     """Error, NLL and ECE of each classifier under each of the fifteen corruptions, on the same corrupted images.
 
-    corrupted  name, severity -> corrupted examples that are there already; by default they are made from `split`.
+    Every image is read and corrupted once for all classifiers, and only a few hundred are held at a time.
+
+    corrupted  name, severity -> corrupted examples that are there already; by default they are made from `split`, with
+               strengths made for ImageNet or for small images.
     """
     tables = [{name: list[tuple[float, ...]]() for name in ("error", "nll", "ece")} for _ in classifiers]
     for corruption in CORRUPTIONS:
         rows: list[list[tuple[float, float, float]]] = [[] for _ in classifiers]
         for severity in severities:
             say(f"{corruption}, severity {severity}")
-            part = corrupted(corruption, severity) if corrupted else CorruptedSplit(split, corruption, severity, seed)
-            raw, targets = part.fetch(torch.arange(len(part)))
-            for classifier, row in zip(classifiers, rows, strict=True):
-                log_probs = classifier.answers(raw, targets, draws).log_probs
-                error = 1 - accuracy(log_probs.exp(), targets)
-                row.append((error, nll(log_probs, targets), expected_calibration_error(log_probs.exp(), targets)))
+            part = (
+                corrupted(corruption, severity)
+                if corrupted
+                else CorruptedSplit(split, corruption, severity, seed, strengths)
+            )
+            for row, scores in zip(rows, _pair_scores(classifiers, part, draws), strict=True):
+                row.append(scores)
         for table, row in zip(tables, rows, strict=True):
             for name, values in zip(table, zip(*row, strict=True), strict=True):
                 table[name].append(values)
@@ -84,6 +93,23 @@ def corruption_scores(
         )
         for table in tables
     ]
+
+
+def _pair_scores(classifiers: Sequence[Classifier], part: Split, draws: int) -> list[tuple[float, float, float]]:
+    """Error, NLL and ECE of each classifier on a part that is fetched once, block by block."""
+    found: list[list[tuple[Tensor, Tensor, Tensor]]] = [[] for _ in classifiers]
+    for indices in torch.arange(len(part)).split(_AT_ONCE):
+        raw, targets = part.fetch(indices)
+        for classifier, blocks in zip(classifiers, found, strict=True):
+            log_probs = classifier.answers(raw, targets, draws).log_probs
+            probs = log_probs.exp()
+            blocks.append((correct(probs, targets), nll_per_example(log_probs, targets), probs.amax(1)))
+    scores = []
+    for blocks in found:
+        right, loss, confidence = (torch.cat(column) for column in zip(*blocks, strict=True))
+        error = 1 - float(right.double().mean())
+        scores.append((error, float(loss.double().mean()), bins_of(confidence, right).expected_error))
+    return scores
 
 
 def compared_with(scores: Corruptions, reference: Corruptions, name: str) -> Corruptions:
