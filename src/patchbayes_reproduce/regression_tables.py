@@ -199,10 +199,10 @@ EXPERIMENT = Experiment(
     rows=rows,
     tables=tables,
     note=(
-        "Naval and Protein at the paper's 4000 epochs take 3 to 4 hours each on an idle core and have not been run: those below "
-        "have fewer epochs and are marked. The command, which goes on where it was stopped: `python -m "
-        "patchbayes_reproduce.regression_sets --scale paper --sets naval protein --methods ecmp emp dropout --data-dir DATA --out "
-        "FOLDER`; their ensembles would take five times as long and are left out. Readings of the protocol: `python -m "
+        "Naval and Protein at the paper's 4000 epochs take 3 to 4 hours each on an idle core and have not been run: those "
+        "below have fewer epochs and are marked. The command, which goes on where it was stopped: `python -m "
+        "patchbayes_reproduce.regression_sets --scale paper --sets naval protein --methods ecmp emp dropout --data-dir DATA "
+        "--out FOLDER`; their ensembles would take five times as long and are left out. Readings of the protocol: `python -m "
         "patchbayes_reproduce.regression_variants --data-dir DATA`, then `patchbayes reproduce regression --work results "
         "--finished`; those that the table lacks have not been run. The file of Year is not in the usual collection."
     ),
