@@ -131,7 +131,10 @@ def test_a_method_without_layers_goes_where_the_paper_puts_it(method, sites):
         ("pb.EMP(5)", "expected a name with its fields"),
         ("emp(**{'components': 3})", "expected a name with its fields"),
         ("emp(5) + emp(3)", "expected a name with its fields"),
-        ("bayes(3)", r"there is no method 'bayes'.\n  known    batchensemble, bayesbybackprop, dropconnect, dropout, ecmp"),
+        (
+            "bayes(3)",
+            r"there is no method 'bayes'.\n  known    batchensemble, bayesbybackprop, dropconnect, dropout, ecmp",
+        ),
         ("epm(3)", "did you mean 'emp'"),
         ("emp(5, jiter=0.3)", r"EMP has no field 'jiter'; did you mean 'jitter'\?\n  fields   components=5,"),
         ("dropout(0.1, components=3)", r"Dropout has no field 'components'.\n  fields   rate"),
