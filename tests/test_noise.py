@@ -5,9 +5,9 @@ import pytest
 
 import patchbayes as pb
 from command_line import command, strict_json
+from patchbayes.bayesianizing.noise import train_with_chosen_noise, with_noise
 from patchbayes.errors import PatchbayesError
 from patchbayes.runs import RunFolder, TrainingConfig
-from patchbayes.runs.noise import train_with_chosen_noise, with_noise
 
 BASIS = ["--model", "mlp:32", "--epochs", 6, "--batch-size", 32, "--held-out", 0.4, "--lr", 0.01, "-q"]
 

@@ -117,10 +117,10 @@ def train(
     patchbayes train runs/ecmp --resume
     patchbayes train runs/net --data csv:table.csv#target --model mlp --noise auto
     """
+    from ..bayesianizing.noise import train_with_chosen_noise, with_noise
     from ..errors import PatchbayesError
     from ..runs import RunFolder, TrainingConfig
     from ..runs import train as train_network
-    from ..runs.noise import train_with_chosen_noise, with_noise
 
     named = {
         "data": data, "model": model, "method": method, "sites": sites, "objective": objective,

@@ -8,14 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
-from ..bayesianizing import calibrate_
 from ..data import Dataset
 from ..errors import PatchbayesError
 from ..posteriors import mixed
 from ..posteriors.text import VANILLA, text_of_rules
-from .config import TrainingConfig
-from .folder import RunFolder
-from .train import train
+from ..runs import RunFolder, TrainingConfig, train
+from .calibrate import calibrate_
 
 
 @dataclass(frozen=True)
