@@ -168,7 +168,8 @@ def two_processes(record: dict[str, Any]) -> str:
             lines.append(f"| {components} | {1000 * row['seconds']['plain']:.1f} ms | {' | '.join(cells)} |")
     least = ", ".join(f"{int(size):,} bytes {1e6 * seconds:,.0f}" for size, seconds in found["all_reduce"].items())
     after = (
-        "Processor seconds of each process, half of the batch on each of two (gloo; forward, backward and what is spent on the "
-        f"exchange; waiting is not counted). The fastest of ten all-reduces, in microseconds of wall time: {least}."
+        "Processor seconds of each process. One process: the whole step. Two: forward and backward of half of the batch with "
+        "what is spent on the exchange (gloo), without KL, optimizer and waiting. The fastest of ten all-reduces, in "
+        f"microseconds of wall time: {least}."
     )
     return "\n".join([*lines, "", after])
