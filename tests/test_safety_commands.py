@@ -249,9 +249,10 @@ def test_a_bayesianized_folder_is_there_whole_or_not_at_all(runs, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(bayesianizing, "save", full)
         assert "No space left" in command(line, code=1).err
-    assert sorted(path.name for path in Path().iterdir()) == ["runs"]
-    command(line)
+    assert sorted(path.name for path in Path().iterdir()) == ["new.tried.json", "runs"]  # for --resume
+    command(f"{line} --resume")
     assert (Path("new") / "patch.safetensors").exists()
+    assert sorted(path.name for path in Path().iterdir()) == ["new", "runs"]
 
 
 def test_extras_are_looked_for_before_the_work(runs, monkeypatch):
