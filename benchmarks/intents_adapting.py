@@ -155,13 +155,14 @@ def run(way: str, seed: int, data_dir: str | None) -> dict[str, Any]:
 
 
 def table(record: dict[str, Any]) -> str:
-    """The record in Markdown: means over seeds."""
+    """The record in Markdown: means over the seeds that all ways have been run with."""
+    done = [{one["seed"] for one in record["runs"] if one["way"] == way} for way in WAYS]
     lines = [
         "| trained | parameters | training, s | scored with | accuracy | NLL | ECE | outside AUROC |",
         "|---" * 8 + "|",
     ]
     for way in WAYS:
-        runs = [one for one in record["runs"] if one["way"] == way]
+        runs = [one for one in record["runs"] if one["way"] == way and one["seed"] in set.intersection(*done)]
         for name in runs[0]["rows"] if runs else ():
             mean = {key: sum(r["rows"][name][key] for r in runs) / len(runs) for key in runs[0]["rows"][name]}
             seconds = sum(r["processor_seconds"]["training"] for r in runs) / len(runs)

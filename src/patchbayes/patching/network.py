@@ -97,7 +97,7 @@ class Site:
                 return self.values_of(d)
         values = self.posterior.mean() if d is None else self.posterior.realize(d)
         laid_out = {n: values[n].contiguous(memory_format=form) for n, form in self.layouts.items() if n in values}
-        return values | laid_out if laid_out else values
+        return {**values, **laid_out} if laid_out else values
 
     def realize(self, draws: Draws) -> dict[str, Tensor]:
         """The values of all random parameters under S draws of the network, (S, *shape) each."""
