@@ -107,7 +107,8 @@ def matrix(record: dict[str, Any]) -> str:
     names = ", ".join(row["network"] for row in rows)
     text = (
         f"{100 * sum(steps) / len(steps):.1f} % of {len(steps)} steps pass. {'. '.join(notes) + '. ' if notes else ''}"
-        f"Networks: {names}. {_missing(rows)}torch {record['versions']['torch']}, commit {record['commit']}. Command: `{record['command']}`."
+        f"Networks: {names}. {_missing(rows)}torch {record['versions']['torch']}, commit {record['commit']}. "
+        f"Command: `{record['command']}`."
     )
     return "\n".join([*lines, "", text])
 
