@@ -3,6 +3,9 @@
 import statistics
 from typing import Any
 
+from capture import TIMM, TORCHVISION, TRANSFORMERS
+
+_FAMILIES = {"timm": TIMM, "transformers": TRANSFORMERS, "torchvision": TORCHVISION}
 _CONTESTANTS = {"patchbayes": "patchbayes", "mlp": "MLP", "forest": "random forest"}
 _STEPS = {
     "patch": "patched",
@@ -104,9 +107,19 @@ def matrix(record: dict[str, Any]) -> str:
     names = ", ".join(row["network"] for row in rows)
     text = (
         f"{100 * sum(steps) / len(steps):.1f} % of {len(steps)} steps pass. {'. '.join(notes) + '. ' if notes else ''}"
-        f"Networks: {names}. torch {record['versions']['torch']}, commit {record['commit']}. Command: `{record['command']}`."
+        f"Networks: {names}. {_missing(rows)}torch {record['versions']['torch']}, commit {record['commit']}. "
+        f"Command: `{record['command']}`."
     )
     return "\n".join([*lines, "", text])
+
+
+def _missing(rows: list[dict[str, Any]]) -> str:
+    """The networks that the record does not hold yet."""
+    done = {(row["library"], row["network"]) for row in rows}
+    missing = [
+        f"{name} ({library})" for library, names in _FAMILIES.items() for name in names if (library, name) not in done
+    ]
+    return f"Not tried yet: {', '.join(missing)}. " if missing else ""
 
 
 def _passed(row: dict[str, Any], step: str) -> bool:

@@ -22,6 +22,7 @@ def test_a_network_goes_through_all_steps_and_failures_are_named():
     rows = [{"library": "torch", "network": n, "steps": s} for n, s in (("LSTM", good), ("ReLU", bad))]
     made = tables.matrix({"rows": rows, "commit": "abc", "command": "python x", "versions": {"torch": "2"}})
     assert "| torch | 2 | 1 | 1 | 1 | 1 | 1 | 1 | 1 |" in made
+    assert "Not tried yet: resnet18 (timm), " in made
     assert "85.7 % of 7 steps pass. ReLU, patch: NothingToPatch" in made
 
 
