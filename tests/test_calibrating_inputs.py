@@ -176,3 +176,18 @@ def test_pair_of_reads_what_transformers_give() -> None:
     found, targets = pair_of(Encoding({"input_ids": torch.zeros(2, 3), "labels": torch.tensor([0, 1])}))
     assert list(found) == ["input_ids"]
     assert targets.tolist() == [0, 1]
+
+
+def test_a_trained_low_rank_patch_keeps_its_mean():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)).eval()
+    pb.patch_(model, pb.posteriors.LowRank(2, 3, jitter=0.5), "linear")
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for site in pb.patched_sites(model).values():  # products that do not average to zero, as after training
+            site.posterior.left.add_(torch.randn(site.posterior.left.shape, generator=generator))
+    x, y = torch.randn(120, 4, generator=generator), torch.randint(3, (120,), generator=generator)
+    before = model(x).detach()
+    pb.calibrate_(model, [(x, y)], draws=3, budget=300)
+    torch.testing.assert_close(model(x), before, atol=1e-5, rtol=1e-4)

@@ -286,8 +286,13 @@ def relative_spread(site: Site, draw: NetworkDraw) -> float:
 def _scales(site: Site) -> bool:
     """Whether a posterior's spread can be multiplied: tried on a copy, since it is the posterior's to say."""
     trial = copy.deepcopy(site.posterior, {id(site.module): site.module})
+    kept = {name: p.detach().clone() for name, p in site.module._parameters.items() if p is not None}
     try:
         trial.scale_spread_(0.5)
     except PatchbayesError:
         return False
+    finally:  # the copy has the layer's own parameters, which a posterior may move its mean into
+        with torch.no_grad():
+            for name, value in kept.items():
+                site.module._parameters[name].copy_(value)  # type: ignore[union-attr]
     return site.posterior.noise != "example"
