@@ -290,7 +290,13 @@ def test_a_patched_network_inside_skorch():
     skorch = pytest.importorskip("skorch")
     X, y = IRIS[0].astype(np.float32), IRIS[1]
     net = skorch.NeuralNetClassifier(
-        patched_network, criterion=nn.CrossEntropyLoss, max_epochs=15, lr=0.1, verbose=0, train_split=None
+        patched_network,
+        criterion=nn.CrossEntropyLoss,
+        max_epochs=60,
+        lr=0.1,
+        verbose=0,
+        train_split=None,
+        iterator_train__shuffle=True,
     )
     with torch.random.fork_rng():
         torch.manual_seed(0)
