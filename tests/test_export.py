@@ -233,3 +233,15 @@ def test_the_output_of_a_network_with_several(tmp_path):
         found = read(tmp_path / "m.pt2", {exported.inputs[0]: x})
         assert found["probs"].shape == (5, classes)
         assert_agrees(found, pb.predict(model, x, 6, output=lambda y, name=name: y[name]))
+
+
+def test_a_network_that_has_predicted_can_be_exported(tmp_path):
+    """What a prediction remembers was made in inference mode, and serves where gradients are on."""
+    torch.manual_seed(0)
+    model = small_cnn(size=8).eval()
+    pb.patch_(model, pb.ECMP(3, jitter=0.3))
+    x = torch.rand(3, 1, 8, 8)
+    draws = pb.Draws.sample(model, 4)
+    pb.predict(model, x, draws, engine="graph")
+    pb.export(model, tmp_path / "network.pt2", draws, example_input=x)
+    assert_agrees(read(tmp_path / "network.pt2", {"x": x}), pb.predict(model, x, draws, engine="loop"))

@@ -86,7 +86,8 @@ class Realization:
         if whole and site in known:
             return known[site]
         start = drawn.posterior.offset
-        made = self.draws[numbers.tolist()].assignments(start, start + drawn.groups, self.device)
+        with torch.inference_mode(False):  # what is remembered is used where gradients are too
+            made = self.draws[numbers.tolist()].assignments(start, start + drawn.groups, self.device)
         if whole and made.numel() <= _FEW:
             known[site] = made
         return made
