@@ -380,12 +380,15 @@ def test_a_checkpoint_of_another_kind_does_not_answer(runs):
     )
 
 
-def test_dtypes_are_compared(tmp_path):
+def test_a_network_of_another_dtype_keeps_it(tmp_path):
     network = build_net("mlp:8", 2, (4,))
     pb.patch_(network, pb.EMP(2), "output")
     pb.save(network, tmp_path / "net.safetensors", whole=True)
-    with pytest.raises(CheckpointMismatch, match=r"torch\.float32 in the file, torch\.float64 in the network"):
-        pb.load_(build_net("mlp:8", 2, (4,)).double(), tmp_path / "net.safetensors")
+    other = build_net("mlp:8", 2, (4,)).double()
+    pb.load_(other, tmp_path / "net.safetensors")
+    assert {value.dtype for value in other.parameters()} == {torch.float64}
+    x = torch.ones(3, 4)
+    torch.testing.assert_close(other.eval()(x.double()).float(), network.eval()(x))
 
 
 # Columns

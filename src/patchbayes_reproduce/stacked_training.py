@@ -4,7 +4,7 @@ This is a second implementation of training, for speed alone, and it is held equ
 drawn first, as values (`Steps`), ordinary modules patched by `patch_` are trained on the same draws with autograd and
 torch.optim, and `tests/test_stacked_training.py::test_a_stack_equals_its_networks_trained_alone` compares parameters and
 statistics in float64 after every kind of recipe. Modules stacked by `torch.func.stack_module_state` and `vmap` would make it
-superfluous, but take several times as long a step (`results/regression/speed_vmap.json`), and patched ones cannot be.
+superfluous, but take several times as long a step (`results/regression_speed_vmap.json`), and patched ones cannot be.
 
 At these sizes (one hidden layer of 50) a training step costs calls, not arithmetic, so R networks in one step cost little
 more than one. The step is written by hand: forward, backward and Adam over one flat buffer of parameters, without autograd.

@@ -213,7 +213,8 @@ class Calibration:
         """What the network and its files keep of the scores."""
         found = {"held_out": len(self.held_out), "draws": self.draws}
         rows = {"before": before, "scaled": scaled, "after": after}
-        cells = {f"{row}_{name}": value for row, scores in rows.items() for name, value in vars(scores).items()}
+        names = ("nll", "ece", "accuracy")
+        cells = {f"{row}_{name}": getattr(scores, name) for row, scores in rows.items() for name in names}
         return found | {name: value for name, value in cells.items() if value is not None}
 
     def _judged(self, kind: Literal["learned", "start"], found: Learned) -> "Result":
