@@ -9,7 +9,7 @@ import contextlib
 import gc
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,20 +25,23 @@ if TYPE_CHECKING:
 def accelerated(config: TrainingConfig) -> Iterator["Accelerator"]:
     """An Accelerator for the run; afterwards the process is as it was, and may train again otherwise."""
     try:
-        from accelerate import Accelerator, InitProcessGroupKwargs
+        from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
         from accelerate.state import AcceleratorState, is_initialized
     except ImportError as error:
         raise PatchbayesError(
             f"training needs the package accelerate ({error}).\n  do       pip install 'patchbayes[cli]'"
         ) from None
     ours = not is_initialized()
+    settings: list[Any] = [InitProcessGroupKwargs(timeout=timedelta(seconds=config.timeout))]
+    if config.alternate:  # what rests in a turn has no gradient to wait for
+        settings.append(DistributedDataParallelKwargs(find_unused_parameters=True))
     with processor_settings(config.threads):
         try:
             accelerator = Accelerator(
                 # Where there is nothing else, it must be told so: several processes would not find each other.
                 cpu=config.device == "cpu" or not torch.accelerator.is_available(),
                 mixed_precision="bf16" if config.precision == "bfloat16" else "no",
-                kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=config.timeout))],
+                kwargs_handlers=settings,
             )
         except ValueError as error:
             raise PatchbayesError(
