@@ -2,6 +2,7 @@
 
 import copy
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, Self
@@ -215,22 +216,25 @@ class _PatchBayes(BaseEstimator):
 
     # What the two estimators say
 
+    @abstractmethod
     def _validated(self, X: Any, y: Any, reset: bool) -> tuple[np.ndarray, np.ndarray]:
-        raise NotImplementedError
+        """The rows and targets, checked as scikit-learn asks for."""
 
+    @abstractmethod
     def _begin(self, y: np.ndarray, sample_weight: Any) -> None:
         """Keep what `_encoded` needs to know about the targets."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _encoded(self, y: np.ndarray) -> np.ndarray:
         """The targets as numbers of classes (n,) or in standard units (n, D)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _num_outputs(self) -> int:
-        raise NotImplementedError
+        """How many numbers the network gives for a row."""
 
+    @abstractmethod
     def _likelihood(self, network: nn.Module, rows: Rows) -> Likelihood:
-        raise NotImplementedError
+        """What these say of the targets."""
 
 
 class PatchBayesClassifier(ClassifierMixin, _PatchBayes):
