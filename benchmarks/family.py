@@ -136,7 +136,9 @@ def fit(task: Task, text: str, seed: int, steps: int, rate: float) -> dict[str, 
         for some in torch.randperm(len(x), generator=generator).split(BATCH)[: steps - len(seconds)]:
             began = time.process_time()
             outputs = pb.forward_draws(model, x[some], draws)
-            loss = pb.negative_elbo(outputs, y[some], pb.kl(model), num_data=len(x), likelihood=task.likelihood)
+            loss = pb.objective.negative_elbo(
+                outputs, y[some], pb.kl(model), num_data=len(x), likelihood=task.likelihood
+            )
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

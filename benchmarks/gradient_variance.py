@@ -31,7 +31,7 @@ def network() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
 def gradient(model: nn.Module, data: tuple[Tensor, Tensor], draws: int | pb.Draws) -> Tensor:
     logits = [site.posterior.logits for site in pb.patched_sites(model).values()]
     outputs = pb.forward_draws(model, data[0], draws)
-    loss = pb.negative_elbo(outputs, data[1], 0.0, num_data=1)
+    loss = pb.objective.negative_elbo(outputs, data[1], 0.0, num_data=1)
     return torch.cat(torch.autograd.grad(loss, logits))  # type: ignore[arg-type]
 
 

@@ -75,5 +75,5 @@ METHODS = {
     "noisy": pb.EMP(2, jitter=0.5, sigma=0.2),
     "skewed": pb.EMP(3, jitter=0.5, probabilities=(0.6, 0.3, 0.1)),
     "Ensemble": pb.Ensemble(3, init="copies", jitter=0.5, statistics="shared"),
-    "MeanField": pb.MeanField(scale=0.5),
+    "MeanField": pb.posteriors.MeanField(scale=0.5),
 }

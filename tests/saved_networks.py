@@ -43,12 +43,12 @@ METHODS = {
     "p": pb.EMP(2, probabilities=(0.7, 0.3)),
     "sigma": pb.ECMP(2, sigma=0.1, norm_scale=0.2),
     "Dropout": pb.Dropout(0.2),
-    "DropConnect": pb.DropConnect(0.3),
+    "DropConnect": pb.posteriors.DropConnect(0.3),
     "units": pb.posteriors.Mixture(components=2, tie="unit", zero=True, mix_bias=True),
     "Ensemble": pb.Ensemble(2),
     "statistics": pb.EMP(3, statistics="per_component"),
     "per example": {"norm": pb.EMP(2, per_example=True), "output": pb.EMP(2)},
-    "MeanField": pb.MeanField(0.3),
+    "MeanField": pb.posteriors.MeanField(0.3),
     "rules": {"norm": pb.EMP(2), "output": pb.ECMP(4)},
 }
 

@@ -279,13 +279,13 @@ def test_a_predicate_that_fails_half_way():
 
 def patched() -> nn.Sequential:
     model = network()
-    pb.patch_(model, pb.EMP(3, statistics="per_component"), "1", prior=pb.Prior(tau=2.0))
+    pb.patch_(model, pb.EMP(3, statistics="per_component"), "1", prior=pb.prior.Prior(tau=2.0))
     model(X)
     return model
 
 
 SECOND = {
-    "huge": (lambda m: pb.patch_(m, pb.ECMP(HUGE), "all", prior=pb.Prior(9.0)), PatchbayesError),
+    "huge": (lambda m: pb.patch_(m, pb.ECMP(HUGE), "all", prior=pb.prior.Prior(9.0)), PatchbayesError),
     "fails at the third": (
         lambda m: pb.patch_(m, Failing(), "all", likelihood=pb.likelihoods.Gaussian(3.0)),
         ValueError,

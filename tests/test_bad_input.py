@@ -97,11 +97,11 @@ NAN, INF = math.nan, math.inf
         (lambda: pb.Dropout(-0.1), ("rate=-0.1", "at least 0")),
         (lambda: pb.Dropout(NAN), ("rate=nan", "probability to drop")),
         (lambda: pb.Dropout("0.1"), ("rate='0.1'", "probability to drop")),
-        (lambda: pb.DropConnect(2.0), ("DropConnect(rate=2.0)", "below 1")),
-        (lambda: pb.MeanField(0.0), ("scale=0.0", "above 0")),
-        (lambda: pb.MeanField(NAN), ("scale=nan", "finite")),
-        (lambda: pb.Prior(tau=0.0), ("tau=0.0", "above 0")),
-        (lambda: pb.Prior(rho={"*": -1.0}), ("rho={'*': -1.0}", "above 0")),
+        (lambda: pb.posteriors.DropConnect(2.0), ("DropConnect(rate=2.0)", "below 1")),
+        (lambda: pb.posteriors.MeanField(0.0), ("scale=0.0", "above 0")),
+        (lambda: pb.posteriors.MeanField(NAN), ("scale=nan", "finite")),
+        (lambda: pb.prior.Prior(tau=0.0), ("tau=0.0", "above 0")),
+        (lambda: pb.prior.Prior(rho={"*": -1.0}), ("rho={'*': -1.0}", "above 0")),
         (lambda: pb.likelihoods.Gaussian(-1.0), ("precision=-1.0", "above 0")),
         (lambda: pb.objective.Lambdas(shared_biases=-1.0), ("shared_biases=-1.0", "at least 0")),
     ],
@@ -138,7 +138,7 @@ def test_normalized_probabilities_are_accepted(weights):
     ("action", "texts"),
     [
         (lambda m: pb.patch_(m, pb.EMP), ("EMP (without parentheses)", "EMP(components=5)")),
-        (lambda m: pb.patch_(m, pb.MeanField), ("MeanField (without parentheses)",)),
+        (lambda m: pb.patch_(m, pb.posteriors.MeanField), ("MeanField (without parentheses)",)),
         (lambda m: pb.patch_(m, "EMP"), ("'EMP' is not a method", "EMP(components=5)")),
         (lambda m: pb.patch_(m, {"norm": pb.Dropout}), ("Dropout (without parentheses)",)),
         (lambda m: pb.patch_(m, {}), ("rules is empty", "{sites: method}")),
@@ -239,7 +239,7 @@ def test_patching_twice_is_refused():
 
 def test_a_prior_without_a_precision_for_a_layer():
     model = patched()
-    refuses(model, lambda m: pb.kl(m, pb.Prior(tau={"1": 2.0})), "no pattern matches the layer", 'add "*"')
+    refuses(model, lambda m: pb.kl(m, pb.prior.Prior(tau={"1": 2.0})), "no pattern matches the layer", 'add "*"')
 
 
 # ---- prediction
@@ -347,8 +347,8 @@ def test_targets_of_the_wrong_shape_or_kind():
         (torch.zeros(3, dtype=torch.long), ("(2, 8, 2)", "(3,)")),
     ):
         with pytest.raises(PatchbayesError) as error:
-            pb.negative_elbo(outputs, targets, 0.0, num_data=8)
+            pb.objective.negative_elbo(outputs, targets, 0.0, num_data=8)
         assert all(text in str(error.value) for text in texts)
     for num_data in (0, -1, 2.5):
         with pytest.raises(PatchbayesError, match=r"num_data"):
-            pb.negative_elbo(outputs, torch.zeros(8, dtype=torch.long), 0.0, num_data=num_data)
+            pb.objective.negative_elbo(outputs, torch.zeros(8, dtype=torch.long), 0.0, num_data=num_data)

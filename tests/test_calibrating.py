@@ -128,7 +128,7 @@ def test_the_same_seed_gives_the_same_network() -> None:
 
 def test_a_scaled_draw_is_the_draw_of_the_scaled_network() -> None:
     net, x = classifier(), inputs(5)
-    pb.patch_(net, {"0": Spread(size=0.2), "2": pb.ECMP(3, jitter=0.2), "4": pb.MeanField(0.1)})
+    pb.patch_(net, {"0": Spread(size=0.2), "2": pb.ECMP(3, jitter=0.2), "4": pb.posteriors.MeanField(0.1)})
     network = network_of(net)
     sites = scalable_sites(network)
     assert [site.name for site in sites] == ["0", "2", "4"]

@@ -71,7 +71,7 @@ def test_a_patch_only_file_holds_the_sites_and_the_generator_alone(tmp_path):
 
 
 def test_the_description_says_method_sites_prior_version_and_hashes(tmp_path):
-    model = trained(pb.EMP(3), prior=pb.Prior(tau={"3": 2.0, "*": 1.0}, rho=4.0))
+    model = trained(pb.EMP(3), prior=pb.prior.Prior(tau={"3": 2.0, "*": 1.0}, rho=4.0))
     pb.save(model, tmp_path / "file")
     description = description_of(tmp_path / "file")
     assert description["format"] == "patchbayes-2"

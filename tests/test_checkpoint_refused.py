@@ -35,7 +35,12 @@ def test_other_shared_weights_are_refused_by_name_unless_told_otherwise(tmp_path
 
 @pytest.mark.parametrize(
     "method",
-    [pb.EMP(3, norm_scale=0.2), pb.ECMP(3, init="independent"), pb.EMP(2, statistics="per_component"), pb.MeanField()],
+    [
+        pb.EMP(3, norm_scale=0.2),
+        pb.ECMP(3, init="independent"),
+        pb.EMP(2, statistics="per_component"),
+        pb.posteriors.MeanField(),
+    ],
     ids=["norm_scale", "independent", "statistics", "MeanField"],
 )
 def test_a_refused_file_leaves_an_ordinary_network_ordinary(method, tmp_path):
@@ -63,7 +68,7 @@ def test_a_refused_file_leaves_tied_weights_tied(tied, tmp_path):
         (pb.ECMP(3), "norm+output", "site \"3\": tie is 'site' in the file, 'element' here"),
         (pb.EMP(3, sigma=0.1), "norm+output", 'site "1": sigma is 0.0 in the file, 0.1 here'),
         (pb.EMP(3, probabilities=(0.5, 0.25, 0.25)), "norm+output", 'site "1": probabilities is None in the file'),
-        (pb.MeanField(), "norm+output", "site \"1\": method is 'Mixture' in the file, 'MeanField' here"),
+        (pb.posteriors.MeanField(), "norm+output", "site \"1\": method is 'Mixture' in the file, 'MeanField' here"),
         (pb.EMP(3), "norm", 'site "3" of the file is not patched here'),
         (pb.EMP(3), "all", 'site "0" here is not in the file'),
     ],

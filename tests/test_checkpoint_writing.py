@@ -146,7 +146,7 @@ def test_no_source_file_uses_pickle():
 
 
 def test_files_are_read_without_unpickling(tmp_path, monkeypatch):
-    model = trained(prior=pb.Prior(2.0))
+    model = trained(prior=pb.prior.Prior(2.0))
 
     def forbidden(*_args, **_kwargs):
         raise AssertionError("unpickled")

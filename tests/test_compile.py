@@ -30,12 +30,12 @@ METHODS = {
     "ECMP": pb.ECMP(5),
     "p": pb.ECMP(3, probabilities=(0.5, 0.25, 0.25)),
     "sigma": pb.EMP(3, sigma=0.1),
-    "DropConnect": pb.DropConnect(0.3),
+    "DropConnect": pb.posteriors.DropConnect(0.3),
     "units": pb.posteriors.Mixture(components=2, tie="unit", zero=True),
     "Ensemble": pb.Ensemble(3),
     "statistics": pb.EMP(3, statistics="per_component"),
     "Dropout": pb.Dropout(0.3),
-    "MeanField": pb.MeanField(),
+    "MeanField": pb.posteriors.MeanField(),
     "per example": {"norm": pb.EMP(4, per_example=True)},
 }
 

@@ -304,8 +304,8 @@ METHODS = {
     "norm scale": pb.EMP(3, norm_scale=0.2),
     "per example": pb.ECMP(3, per_example=True),
     "Dropout": pb.Dropout(0.05),
-    "DropConnect": pb.DropConnect(0.2),
-    "MeanField": pb.MeanField(),
+    "DropConnect": pb.posteriors.DropConnect(0.2),
+    "MeanField": pb.posteriors.MeanField(),
 }
 
 

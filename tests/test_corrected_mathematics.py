@@ -35,7 +35,7 @@ def test_the_elbo_of_enumerated_draws_is_the_expectation_under_p():
     for k, p in enumerate((0.9, 0.1)):
         with pb.use_draw(model, next(d for d in draws if int(d.assignments()) == k)):
             exact = exact + p * F.cross_entropy(model(x), y)
-    found = pb.negative_elbo(outputs, y, 0.0, num_data=6)
+    found = pb.objective.negative_elbo(outputs, y, 0.0, num_data=6)
     torch.testing.assert_close(found, exact)
     even = torch.stack([F.cross_entropy(output, y) for output in outputs]).mean()
     assert abs(float((found - even).detach())) > 0.01  # what it was
@@ -46,7 +46,7 @@ def test_the_weights_survive_a_cast_and_the_gradient_is_weighted_too():
     draws = pb.Draws.enumerate(model)
     outputs = pb.forward_draws(model, x, draws).float()
     assert isinstance(outputs, DrawnOutputs)
-    pb.negative_elbo(outputs, y, 0.0, num_data=6).backward()
+    pb.objective.negative_elbo(outputs, y, 0.0, num_data=6).backward()
     found = pb.patched_sites(model)["0"].posterior.components["weight"].grad
     model.zero_grad()
     for draw, weight in zip(draws, draws.weights, strict=True):
@@ -108,9 +108,9 @@ def test_sharing_gradients_keeps_the_optimum_when_the_penalty_is_in_the_loss():
         (pb.EMP(), "norm+output"),
         (pb.ECMP(), "norm+output"),
         (pb.Dropout(0.1), "norm"),
-        (pb.DropConnect(0.1), "linear+conv"),
+        (pb.posteriors.DropConnect(0.1), "linear+conv"),
         (pb.Ensemble(), "all"),
-        (pb.MeanField(), "all"),
+        (pb.posteriors.MeanField(), "all"),
     ],
 )
 def test_methods_are_put_where_table_2_puts_them(method, sites):
@@ -175,7 +175,7 @@ def test_components_of_norms_and_biases_have_one_axis():
 
 def test_names_that_are_not_decayed():
     model = base()
-    pb.patch_(model, {"norm": pb.EMP(3), "output": pb.MeanField()})
+    pb.patch_(model, {"norm": pb.EMP(3), "output": pb.posteriors.MeanField()})
     assert set(pb.no_decay_names(model)) == {
         "0.bias",
         "1.patchbayes.components.weight",

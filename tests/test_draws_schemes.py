@@ -258,7 +258,7 @@ def test_stratified_averages_vary_less_and_agree_with_the_exact_average():
         ((pb.EMP(3),), 3),
         ((pb.EMP(3), pb.EMP(2)), 6),
         ((pb.ECMP(2),), 2**6),
-        ((pb.DropConnect(0.5),), 2**4),
+        ((pb.posteriors.DropConnect(0.5),), 2**4),
         ((pb.posteriors.Mixture(components=1, tie="unit", zero=True),), 2**2),
         ((pb.posteriors.Mixture(components=2, tie="unit"),), 2**3),
         ((pb.posteriors.Mixture(components=2, tie="site", zero=True),), 3),
@@ -279,7 +279,7 @@ def test_enumeration_lists_every_network_once(methods, outcomes):
 
 def test_enumeration_weighs_every_network_with_its_probability():
     p, q, rate = (0.5, 0.2, 0.3), (0.9, 0.1), 0.25
-    model = network(pb.EMP(3, probabilities=p), pb.EMP(2, probabilities=q), pb.DropConnect(rate))
+    model = network(pb.EMP(3, probabilities=p), pb.EMP(2, probabilities=q), pb.posteriors.DropConnect(rate))
     draws = pb.Draws.enumerate(model)
     expected = [p[z[0]] * q[z[1]] * math.prod((1 - rate, rate)[k] for k in z[2:]) for z in draws.assignments().tolist()]
     np.testing.assert_allclose(draws.weights, expected, rtol=1e-14)
@@ -296,7 +296,8 @@ def test_too_many_outcomes_are_refused_with_their_number():
 
 
 @pytest.mark.parametrize(
-    ("method", "why"), [(pb.EMP(2, sigma=0.1), "sigma=0.1"), (pb.MeanField(), "Gaussian"), (pb.Dropout(0.1), "mask")]
+    ("method", "why"),
+    [(pb.EMP(2, sigma=0.1), "sigma=0.1"), (pb.posteriors.MeanField(), "Gaussian"), (pb.Dropout(0.1), "mask")],
 )
 def test_uncountable_outcomes_are_refused_with_the_reason(method, why):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))

@@ -21,10 +21,10 @@ METHODS = {
     "dropout": pb.Dropout(0.3),
     "ecmp": pb.ECMP(3, jitter=0.5),
     "noise": pb.EMP(2, sigma=0.1),
-    "dropconnect": pb.DropConnect(0.2),
+    "dropconnect": pb.posteriors.DropConnect(0.2),
     "unit": pb.posteriors.Mixture(1, tie="unit", zero=True, probabilities=(0.7, 0.3)),
     "ensemble": pb.Ensemble(3),
-    "mean_field": pb.MeanField(0.3),
+    "mean_field": pb.posteriors.MeanField(0.3),
 }
 QUICK = ("emp", "dropout")
 

@@ -40,9 +40,9 @@ METHODS = {
     "EMP, p learned": (pb.EMP(3, learn_probabilities=True), "emp(3, learn_probabilities=True)"),
     "ECMP, p learned": (pb.ECMP(3, learn_probabilities=True), "ecmp(3, learn_probabilities=True)"),
     "Dropout, rate learned": (pb.Dropout(0.2, learn_rate=True), "dropout(0.2, learn_rate=True)"),
-    "DropConnect, p learned": (pb.DropConnect(0.2, learn_rate=True), "dropconnect(0.2, learn_rate=True)"),
+    "DropConnect, p learned": (pb.posteriors.DropConnect(0.2, learn_rate=True), "dropconnect(0.2, learn_rate=True)"),
     "Ensemble, p learned": (pb.Ensemble(3, learn_probabilities=True), "ensemble(3, learn_probabilities=True)"),
-    "MeanField": (pb.MeanField(0.2), "meanfield(0.2)"),
+    "MeanField": (pb.posteriors.MeanField(0.2), "meanfield(0.2)"),
     "RankOne": (RankOne(3), "rankone(3)"),
     "RankOne of layers": (RankOne(3, tie="site"), "rankone(3, tie='site')"),
     "BatchEnsemble": (BatchEnsemble(3), "batchensemble(3)"),
@@ -99,7 +99,7 @@ def test_kl_is_finite_has_gradients_and_moves_everything_that_is_learned(name):
     pb.patch_(model, METHODS[name][0], "linear" if name in NOT_ON_NORMS else "all")
     x, y = torch.randn(8, 4), torch.randint(3, (8,))
     outputs = pb.forward_draws(model, x, 3)
-    loss = pb.negative_elbo(outputs, y, pb.kl(model), num_data=100)
+    loss = pb.objective.negative_elbo(outputs, y, pb.kl(model), num_data=100)
     assert torch.isfinite(loss)
     loss.backward()
     starts_without = ("enter",)  # behind a last layer of zeros
@@ -117,7 +117,7 @@ def test_a_learned_prior_and_precisions_of_layers_reach_every_method(name):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
     pb.patch_(model, METHODS[name][0], "all")
-    assert pb.kl(model, pb.Prior(2.0, 2.0)) != pb.kl(model)
+    assert pb.kl(model, pb.prior.Prior(2.0, 2.0)) != pb.kl(model)
     prior = pb.prior.LearnedPrior(model)
     before = pb.kl(model, prior)
     pb.objective.maximize_prior_(model, prior)

@@ -37,7 +37,7 @@ def patched(name: str) -> nn.Sequential:
 
 def step(called, model, optimizer, *, with_kl: bool = True) -> torch.Tensor:
     optimizer.zero_grad()
-    loss = pb.negative_elbo(forward_draws(called, X, 2), Y, pb.kl(model) if with_kl else 0.0, num_data=60)
+    loss = pb.objective.negative_elbo(forward_draws(called, X, 2), Y, pb.kl(model) if with_kl else 0.0, num_data=60)
     loss.backward()
     optimizer.step()
     return loss.detach()

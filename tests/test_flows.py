@@ -266,7 +266,7 @@ def test_training_a_flow_lowers_its_objective():
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
         losses = []
         for _ in range(60):
-            loss = pb.negative_elbo(model(x)[None], y, pb.kl(model), num_data=640)
+            loss = pb.objective.negative_elbo(model(x)[None], y, pb.kl(model), num_data=640)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

@@ -26,8 +26,8 @@ from stored import components, gradient, mean_field, stored_values
         (pb.Ensemble(3), uniform(3), uniform(3)),
         (pb.EMP(2, probabilities=(0.9, 0.1)), (0.9, 0.1), (0.9, 0.1)),
         (pb.EMP(2, mix_bias=False), uniform(2), ONE),
-        (pb.DropConnect(0.3), (0.7,), ONE),
-        (pb.DropConnect(0.3, mix_bias=True), (0.7,), (0.7,)),
+        (pb.posteriors.DropConnect(0.3), (0.7,), ONE),
+        (pb.posteriors.DropConnect(0.3, mix_bias=True), (0.7,), (0.7,)),
         (pb.posteriors.Mixture(components=1, tie="unit", zero=True, probabilities=(0.6, 0.4)), (0.6,), ONE),
         (pb.posteriors.Mixture(components=2, zero=True), uniform(3)[:2], ONE),
         (pb.Dropout(0.25), (0.75,), ONE),
@@ -55,7 +55,7 @@ def gaussian_kl(values: np.ndarray, precision: float) -> float:
     ("method", "term"),
     [
         (pb.EMP(3), lambda name, values, precision: quadratic_kl(values, uniform(3), precision)),
-        (pb.MeanField(), lambda name, values, precision: gaussian_kl(values, precision)),
+        (pb.posteriors.MeanField(), lambda name, values, precision: gaussian_kl(values, precision)),
         (
             pb.Dropout(0.1),
             lambda name, values, precision: quadratic_kl(values, (1 if name == "bias" else 0.9,), precision),
@@ -66,11 +66,11 @@ def test_precisions_act_by_layer_and_kind(method, term):
     """tau on weights, rho on biases, in each layer as many as the first matching pattern says."""
     model = network()
     pb.patch_(model, method, "norm+output")
-    prior = pb.Prior(tau={"3": 10.0, "1": 5.0, "*": 2.0}, rho={"[01]": 0.5, "*": 0.25})
+    prior = pb.prior.Prior(tau={"3": 10.0, "1": 5.0, "*": 2.0}, rho={"[01]": 0.5, "*": 0.25})
     expected = 0.0
     for site, precisions in (("0", (2.0, 0.5)), ("1", (5.0, 0.5)), ("3", (10.0, 0.25))):
         for name, precision in zip(("weight", "bias"), precisions, strict=True):
-            gaussian = isinstance(method, pb.MeanField) and site != "0"
+            gaussian = isinstance(method, pb.posteriors.MeanField) and site != "0"
             values = stored_gaussian(model, site, name) if gaussian else stored_values(model, site, name)
             expected += quadratic_kl(values, ONE, precision) if site == "0" else term(name, values, precision)
     assert pb.kl(model, prior).item() == pytest.approx(expected, rel=1e-12)
@@ -79,30 +79,30 @@ def test_precisions_act_by_layer_and_kind(method, term):
 def test_the_first_pattern_that_matches_wins():
     model = network()
     pb.patch_(model, pb.EMP(2), "norm")
-    catch_all_first = pb.kl(model, pb.Prior(tau={"*": 1.0, "1": 100.0}))
+    catch_all_first = pb.kl(model, pb.prior.Prior(tau={"*": 1.0, "1": 100.0}))
     assert catch_all_first == pb.kl(model)
-    assert pb.kl(model, pb.Prior(tau={"1": 100.0, "*": 1.0})) > catch_all_first
+    assert pb.kl(model, pb.prior.Prior(tau={"1": 100.0, "*": 1.0})) > catch_all_first
 
 
 def test_a_layer_without_a_precision_is_an_error():
     model = network()
     pb.patch_(model, pb.EMP(2), "norm")
     with pytest.raises(PatchbayesError, match=r'(?s)tau.*no pattern matches the layer "0".*"\*"'):
-        pb.kl(model, pb.Prior(tau={"1": 1.0, "3": 1.0}))
+        pb.kl(model, pb.prior.Prior(tau={"1": 1.0, "3": 1.0}))
 
 
 def test_the_prior_given_to_patch_is_the_default():
     model = network()
-    pb.patch_(model, pb.EMP(2), "norm", prior=pb.Prior(tau=3.0, rho=7.0))
-    assert pb.kl(model) == pb.kl(model, pb.Prior(tau=3.0, rho=7.0))
-    assert pb.kl(model) != pb.kl(model, pb.Prior())
+    pb.patch_(model, pb.EMP(2), "norm", prior=pb.prior.Prior(tau=3.0, rho=7.0))
+    assert pb.kl(model) == pb.kl(model, pb.prior.Prior(tau=3.0, rho=7.0))
+    assert pb.kl(model) != pb.kl(model, pb.prior.Prior())
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf, {}, {"*": 0.0}, "1"])
 def test_a_precision_is_a_finite_number_above_zero(value):
     for name in ("tau", "rho"):
         with pytest.raises(PatchbayesError, match=rf"(?s){name}=.*above 0"):
-            pb.Prior(**{name: value})
+            pb.prior.Prior(**{name: value})
 
 
 def test_without_shared_only_patched_layers_count():
@@ -116,7 +116,7 @@ def test_without_shared_only_patched_layers_count():
 def test_the_gradient_of_kl_is_precision_times_probability_times_component():
     model = network()
     p = (0.5, 0.2, 0.3)
-    pb.patch_(model, pb.ECMP(3, probabilities=p), "norm+output", prior=pb.Prior(tau=2.0, rho=3.0))
+    pb.patch_(model, pb.ECMP(3, probabilities=p), "norm+output", prior=pb.prior.Prior(tau=2.0, rho=3.0))
     pb.kl(model).backward()
     for site in ("1", "3"):
         for name, precision in (("weight", 2.0), ("bias", 3.0)):
@@ -149,13 +149,15 @@ def test_a_tied_parameter_is_counted_once():
 def test_kl_of_a_module_that_holds_the_patched_network_is_that_of_the_network():
     """Layers outside have no prior: the prior was given for the names that layers have in the patched network."""
     inner = network()
-    pb.patch_(inner, pb.EMP(3), "norm", prior=pb.Prior(tau={"1": 7.0, "[03]": 1.0}))
+    pb.patch_(inner, pb.EMP(3), "norm", prior=pb.prior.Prior(tau={"1": 7.0, "[03]": 1.0}))
     outer = nn.ModuleDict({"net": inner, "1": nn.Linear(2, 2).double()})
     assert torch.equal(pb.kl(outer), pb.kl(inner))
     assert torch.equal(pb.kl(nn.Sequential(outer)), pb.kl(inner))
 
 
-@pytest.mark.parametrize("method", [pb.EMP(3), pb.MeanField(), pb.Dropout(0.2), pb.DropConnect(0.3)])
+@pytest.mark.parametrize(
+    "method", [pb.EMP(3), pb.posteriors.MeanField(), pb.Dropout(0.2), pb.posteriors.DropConnect(0.3)]
+)
 def test_frozen_parameters_do_not_count_unless_asked_for(method):
     """They add a constant: the KL of what is trained, and its gradient, are the same without them."""
     model = network()
@@ -224,7 +226,7 @@ def test_the_two_entropy_bounds_enclose_the_true_kl(case, p, spread):
         for parameter in model.parameters():
             steps = torch.tensor([0.0, 1.0, -1.0], dtype=torch.float64).view(3, *[1] * (parameter.dim() - 1))
             parameter.copy_(0.2 + SPREADS[spread] * SIGMA * steps.expand_as(parameter))
-    prior = pb.Prior(tau=TAU, rho=RHO)
+    prior = pb.prior.Prior(tau=TAU, rho=RHO)
     weights = np.array(p or uniform(3))
     described = [(means, np.array(precision)) for means, precision in blocks(model)]
     truth = sum(true_kl(means, weights, SIGMA, precision) for means, precision in described)
@@ -250,7 +252,7 @@ def test_the_bounds_enclose_the_true_kl_with_a_component_at_zero_and_an_unmixed_
     pb.patch_(model, pb.posteriors.Mixture(components=2, zero=True, sigma=SIGMA, probabilities=tuple(p)), "linear")
     with torch.no_grad():
         pb.patched_sites(model)["0"].components("weight").copy_(torch.tensor([[[0.4]], [[-0.5]]]))
-    prior = pb.Prior(tau=TAU, rho=RHO)
+    prior = pb.prior.Prior(tau=TAU, rho=RHO)
     weight = np.concatenate([flat(model, "0", "weight"), [[0.0]]])
     truth = true_kl(weight, p, SIGMA, [TAU]) + true_kl(flat(model, "0", "bias"), ONE, SIGMA, [RHO])
     above, below = (pb.kl(model, prior, entropy=e).item() for e in ("lower", "upper"))
@@ -269,7 +271,9 @@ def test_a_single_component_has_its_exact_kl_from_both_bounds():
             q = torch.distributions.Normal(mean, 0.3)
             expected += torch.distributions.kl_divergence(q, normal_prior(precision)).sum()
     for entropy in ("lower", "upper"):
-        torch.testing.assert_close(pb.kl(model, pb.Prior(TAU, RHO), entropy=entropy), expected, rtol=1e-12, atol=0)
+        torch.testing.assert_close(
+            pb.kl(model, pb.prior.Prior(TAU, RHO), entropy=entropy), expected, rtol=1e-12, atol=0
+        )
 
 
 def test_patches_with_noise_on_the_shared_layers_have_a_full_kl():
@@ -280,7 +284,7 @@ def test_patches_with_noise_on_the_shared_layers_have_a_full_kl():
         for name, precision in (("weight", TAU), ("bias", RHO)):
             means = flat(model, site, name)
             expected += kl_with_component_entropies(means, p, sigma, np.full(means.shape[1], precision))
-    prior = pb.Prior(TAU, RHO)
+    prior = pb.prior.Prior(TAU, RHO)
     assert pb.kl(model, prior, entropy="lower").item() == pytest.approx(expected, rel=1e-12)
     assert pb.kl(model, prior, entropy="upper").item() == pytest.approx(expected - 2 * math.log(2), rel=1e-12)
 
@@ -334,21 +338,21 @@ def test_an_unknown_entropy_is_refused():
 @pytest.mark.parametrize("entropy", [None, "lower", "upper"])
 def test_mean_field_kl_is_exact(entropy):
     model = network()
-    pb.patch_(model, pb.MeanField(scale=0.4), "all")
+    pb.patch_(model, pb.posteriors.MeanField(scale=0.4), "all")
     expected = torch.zeros((), dtype=torch.float64)
     for site in ("0", "1", "3"):
         for name, precision in (("weight", TAU), ("bias", RHO)):
             mean, s = mean_field(model, site, name)
             q = torch.distributions.Normal(mean, nn.functional.softplus(s))
             expected += torch.distributions.kl_divergence(q, normal_prior(precision)).sum()
-    torch.testing.assert_close(pb.kl(model, pb.Prior(TAU, RHO), entropy=entropy), expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(pb.kl(model, pb.prior.Prior(TAU, RHO), entropy=entropy), expected, rtol=1e-12, atol=0)
 
 
 def test_mean_field_kl_is_the_integral():
     model = nn.Sequential(nn.Linear(1, 1)).double()
-    pb.patch_(model, pb.MeanField(scale=0.8), "linear")
+    pb.patch_(model, pb.posteriors.MeanField(scale=0.8), "linear")
     truth = 0.0
     for name, precision in (("weight", TAU), ("bias", RHO)):
         mean, s = stored_gaussian(model, "0", name).reshape(2, -1)
         truth += true_kl(mean[None], ONE, float(np.logaddexp(0, s[0])), [precision])
-    assert pb.kl(model, pb.Prior(TAU, RHO)).item() == pytest.approx(truth, abs=1e-9)
+    assert pb.kl(model, pb.prior.Prior(TAU, RHO)).item() == pytest.approx(truth, abs=1e-9)

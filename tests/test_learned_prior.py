@@ -50,7 +50,9 @@ def test_the_best_precisions_are_set_in_one_step(sigma):
     assert len({round(value, 6) for value in expected.values()}) == 6
 
 
-@pytest.mark.parametrize("method", [pb.MeanField(scale=0.5), pb.Dropout(0.25), pb.DropConnect(0.25), pb.ECMP(2)])
+@pytest.mark.parametrize(
+    "method", [pb.posteriors.MeanField(scale=0.5), pb.Dropout(0.25), pb.posteriors.DropConnect(0.25), pb.ECMP(2)]
+)
 def test_the_best_precisions_leave_no_gradient_and_are_a_minimum(method):
     model = network()
     pb.patch_(model, method, "norm+output")
@@ -88,7 +90,7 @@ def test_gradient_descent_on_the_kl_reaches_the_best_precisions(sigma):
 
 
 @pytest.mark.parametrize("size", [1e-4, 1e4])
-@pytest.mark.parametrize("method", [pb.EMP(2, jitter=0), pb.MeanField(scale=0.5)])
+@pytest.mark.parametrize("method", [pb.EMP(2, jitter=0), pb.posteriors.MeanField(scale=0.5)])
 def test_the_best_precision_is_found_for_tiny_and_for_huge_parameters_in_single_precision(method, size):
     model = nn.Sequential(nn.Linear(64, 64))
     with torch.no_grad():
@@ -98,7 +100,7 @@ def test_the_best_precision_is_found_for_tiny_and_for_huge_parameters_in_single_
     prior = pb.prior.LearnedPrior(model)
     pb.objective.maximize_prior_(model, prior)
     for name, precision in zip(("weight", "bias"), prior.precisions("0"), strict=True):
-        if isinstance(method, pb.MeanField):
+        if isinstance(method, pb.posteriors.MeanField):
             values = stored_gaussian(model, "0", name).astype(float)
             values = np.stack([values[0], np.logaddexp(0, values[1])])
             square = (values**2).sum()
@@ -143,7 +145,7 @@ def test_learned_precisions_start_where_they_are_told_and_keep_the_logarithm_in_
     model = network()
     pb.patch_(model, pb.EMP(2), "norm+output")
     prior = pb.prior.LearnedPrior(model, tau={"3": 4.0, "*": 2.0}, rho=0.5).double()
-    fixed = pb.Prior(tau={"3": 4.0, "*": 2.0}, rho=0.5)
+    fixed = pb.prior.Prior(tau={"3": 4.0, "*": 2.0}, rho=0.5)
     logarithms = 0.5 * (12 * math.log(2) + 4 * math.log(2) + 8 * math.log(4) + (4 + 4 + 2) * math.log(0.5))
     assert pb.kl(model, prior).item() == pytest.approx(pb.kl(model, fixed).item() - logarithms, rel=1e-6)
 

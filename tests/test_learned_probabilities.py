@@ -61,7 +61,7 @@ def exact(model, batch):
 def estimate(model, batch, draws):
     """Value and gradient (as of the log-likelihood) by the public path."""
     x, y = batch
-    value = -pb.negative_elbo(forward_draws(model, x, draws), y, 0.0, num_data=1)
+    value = -pb.objective.negative_elbo(forward_draws(model, x, draws), y, 0.0, num_data=1)
     return value.detach(), torch.autograd.grad(value, logits_of(model))
 
 
@@ -150,7 +150,7 @@ def test_a_number_of_draws_gives_the_same_estimate_as_the_draws_it_makes(batch):
     model, x, y = network(), *batch
     outputs = forward_draws(model, x, 4)
     assert outputs.law.log_prob.shape == (4,)
-    loss = pb.negative_elbo(outputs, y, 0.0, num_data=1)
+    loss = pb.objective.negative_elbo(outputs, y, 0.0, num_data=1)
     plain = -torch.log_softmax(outputs.as_subclass(torch.Tensor), -1)[:, torch.arange(5), y].mean()
     torch.testing.assert_close(loss.detach(), plain.detach())
     weights = [site.posterior.components["weight"] for site in pb.patched_sites(model).values()]
@@ -172,7 +172,7 @@ def test_examples_that_draw_for_themselves_have_scores_of_their_own(batch):
     found = []
     for _ in range(600):
         outputs = forward_draws(model, x, 2)
-        loss = pb.negative_elbo(outputs, y, 0.0, num_data=1)
+        loss = pb.objective.negative_elbo(outputs, y, 0.0, num_data=1)
         found.append(-torch.autograd.grad(loss, logits)[0][0])
     assert outputs.law.log_prob.shape == (2, 5)
     found = torch.stack(found)
@@ -235,7 +235,7 @@ def test_kl_keeps_p_inside_and_without_it_p_runs_into_a_corner(with_kl):
     for _ in range(200):
         outputs = forward_draws(model, x, pb.Draws.enumerate(model))
         total = pb.kl(model) if with_kl else 0.0
-        loss = pb.negative_elbo(outputs, x, total, num_data=4, likelihood=pb.likelihoods.Gaussian(1.0))
+        loss = pb.objective.negative_elbo(outputs, x, total, num_data=4, likelihood=pb.likelihoods.Gaussian(1.0))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -264,7 +264,7 @@ def test_what_would_be_biased_is_refused(batch):
     with pytest.raises(PatchbayesError, match="independent draws"):
         forward_draws(model, x, pb.Draws.stratified(model, 4))
     with pytest.raises(PatchbayesError, match="at least two independent draws"):
-        pb.negative_elbo(forward_draws(model, x, 1), y, 0.0, num_data=1)
+        pb.objective.negative_elbo(forward_draws(model, x, 1), y, 0.0, num_data=1)
     old = pb.Draws.sample(model, 4)
     with torch.no_grad():
         logits_of(model)[0].add_(torch.tensor([0.0, 1.0]))
@@ -312,7 +312,7 @@ def test_unequal_laws_tied_over_the_network_are_refused_and_nothing_is_changed()
 def test_the_divergence_counts_once_where_draws_are_enumerated_in_training(batch):
     """The objective of all six networks, by hand."""
     model, (x, y) = network(), batch
-    loss = pb.negative_elbo(forward_draws(model, x, pb.Draws.enumerate(model)), y, pb.kl(model), num_data=5)
+    loss = pb.objective.negative_elbo(forward_draws(model, x, pb.Draws.enumerate(model)), y, pb.kl(model), num_data=5)
     p = [torch.softmax(one, 0) for one in logits_of(model)]
     by_hand = -(p[0] @ table(model, batch) @ p[1])
     for site, q in zip(pb.patched_sites(model).values(), p, strict=True):
@@ -351,7 +351,7 @@ def test_the_learned_rate_of_dropout_has_an_unbiased_gradient(monkeypatch, tie):
         shown = iter(pair)
         monkeypatch.setattr("patchbayes.posteriors.dropout.bernoulli_like", lambda *_, shown=shown: next(shown))
         outputs = forward_draws(model, x, 2)
-        (gradient,) = torch.autograd.grad(-pb.negative_elbo(outputs, y, 0.0, num_data=1), posterior.logit)
+        (gradient,) = torch.autograd.grad(-pb.objective.negative_elbo(outputs, y, 0.0, num_data=1), posterior.logit)
         chance = float(probability_of(pair[0], number) * probability_of(pair[1], number))
         found += chance * float(gradient)
         plain = sum(log_prob(mask, torch.sigmoid(-posterior.logit)) for mask in pair) / 2
@@ -407,7 +407,7 @@ def test_compiled_code_learns_probabilities_as_eager_code_does(method):
     for _ in range(4):
         for network, called, optimizer in zip((model, eager), (compiled, eager), optimizers, strict=True):
             optimizer.zero_grad()
-            pb.negative_elbo(forward_draws(called, x, 3), y, pb.kl(network), num_data=50).backward()
+            pb.objective.negative_elbo(forward_draws(called, x, 3), y, pb.kl(network), num_data=50).backward()
             optimizer.step()
         torch.testing.assert_close(compiled(x), eager(x), rtol=1e-4, atol=1e-5)
     for (name, one), other in zip(model.named_parameters(), eager.parameters(), strict=True):

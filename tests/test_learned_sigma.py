@@ -146,12 +146,12 @@ def softmax(x) -> np.ndarray:
 
 def test_one_component_with_a_deviation_for_each_element_is_mean_field():
     models = []
-    for method in (GaussianMixture(1, per="element", scale=0.2), pb.MeanField(scale=0.2)):
+    for method in (GaussianMixture(1, per="element", scale=0.2), pb.posteriors.MeanField(scale=0.2)):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(3, 4)).double()
         pb.patch_(model, method, "0")
         models.append(model)
-    torch.testing.assert_close(*(pb.kl(model, pb.Prior(2.0, 3.0)) for model in models), rtol=1e-12, atol=0)
+    torch.testing.assert_close(*(pb.kl(model, pb.prior.Prior(2.0, 3.0)) for model in models), rtol=1e-12, atol=0)
     x = torch.randn(5, 3, dtype=torch.float64)
     outputs = []
     for model in models:

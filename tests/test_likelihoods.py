@@ -326,7 +326,7 @@ def test_a_likelihood_of_ones_own_predicts_and_trains():
     targets = torch.poisson(torch.tensor(rates.mean(0)), generator=torch.Generator().manual_seed(1))
     expected = scipy.stats.poisson.logpmf(targets.numpy(), rates).sum(-1).mean()
     outputs = torch.tensor(np.log(rates) - 0.3)
-    loss = pb.negative_elbo(outputs, targets, 0.0, num_data=1, likelihood=Poisson(0.3))
+    loss = pb.objective.negative_elbo(outputs, targets, 0.0, num_data=1, likelihood=Poisson(0.3))
     assert float(loss) == pytest.approx(-expected, rel=1e-10)
 
 

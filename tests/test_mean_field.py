@@ -16,7 +16,7 @@ from stored import mean_field, patched, posterior, seeded
 def test_mean_field_starts_at_the_modules_value_with_a_deviation_relative_to_its_size(scale):
     plain = nn.Linear(4, 3).double()
     start = {name: p.detach().clone() for name, p in plain.named_parameters()}
-    model = patched(plain, pb.MeanField(scale=scale))
+    model = patched(plain, pb.posteriors.MeanField(scale=scale))
     for name, value in start.items():
         mean, before_softplus = mean_field(model, "0", name)
         assert torch.equal(mean, value)
@@ -25,7 +25,7 @@ def test_mean_field_starts_at_the_modules_value_with_a_deviation_relative_to_its
 
 
 def test_mean_field_draws_are_mean_plus_deviation_times_standard_normal_noise():
-    model = patched(nn.Linear(100, 100), pb.MeanField(scale=0.5))
+    model = patched(nn.Linear(100, 100), pb.posteriors.MeanField(scale=0.5))
     mean, before_softplus = mean_field(model)
     values = pb.patched_sites(model)["0"].realize(pb.Draws.sample(model, 2, seeded(1)))["weight"].detach()
     noise = (values - mean) / nn.functional.softplus(before_softplus)
@@ -36,7 +36,7 @@ def test_mean_field_draws_are_mean_plus_deviation_times_standard_normal_noise():
 def test_mean_field_gradients_are_the_reparametrized_ones():
     """w = m + softplus(s) eps: dL/dm = dL/dw and dL/ds = dL/dw eps sigmoid(s)."""
     torch.manual_seed(0)
-    model = patched(nn.Linear(3, 2), pb.MeanField(scale=0.5))
+    model = patched(nn.Linear(3, 2), pb.posteriors.MeanField(scale=0.5))
     x, target = torch.randn(4, 3, dtype=torch.float64), torch.randn(4, 2, dtype=torch.float64)
     one = pb.Draws.sample(model, 1, seeded(5))
     (pb.forward_draws(model, x, one)[0] - target).square().sum().backward()

@@ -22,9 +22,9 @@ METHODS = {
     "ensemble(2)": pb.Ensemble(2),
     "ensemble(2, init='copies', jitter=0.2)": pb.Ensemble(2, init="copies", jitter=0.2),
     "dropout(0.1)": pb.Dropout(0.1),
-    "dropconnect(0.1)": pb.DropConnect(0.1),
-    "meanfield": pb.MeanField(),
-    "MeanField(scale=0.3)": pb.MeanField(scale=0.3),
+    "dropconnect(0.1)": pb.posteriors.DropConnect(0.1),
+    "meanfield": pb.posteriors.MeanField(),
+    "MeanField(scale=0.3)": pb.posteriors.MeanField(scale=0.3),
     "gaussiannoise(0.2)": GaussianNoise(0.2),
     "mixture(3, tie='unit', zero=True)": pb.posteriors.Mixture(3, tie="unit", zero=True),
 }
@@ -44,10 +44,10 @@ def test_a_text_is_read_as_the_method_it_describes_and_written_back(text):
         (pb.ECMP(5, jitter=0.3), "ecmp(5, jitter=0.3)"),
         (pb.ECMP(4, init="independent"), "ecmp(4, init='independent')"),
         (pb.Dropout(0.005), "dropout(0.005)"),
-        (pb.DropConnect(0.1), "dropconnect(0.1)"),
-        (pb.DropConnect(0.1, learn_rate=True), "dropconnect(0.1, learn_rate=True)"),
+        (pb.posteriors.DropConnect(0.1), "dropconnect(0.1)"),
+        (pb.posteriors.DropConnect(0.1, learn_rate=True), "dropconnect(0.1, learn_rate=True)"),
         (pb.Ensemble(3), "ensemble(3)"),
-        (pb.MeanField(), "meanfield(0.1)"),
+        (pb.posteriors.MeanField(), "meanfield(0.1)"),
         (GaussianNoise(0.2), "gaussiannoise(0.2)"),
         (pb.posteriors.Mixture(3, tie="unit"), "mixture(3, tie='unit')"),
     ],
@@ -70,7 +70,7 @@ def test_any_mixture_comes_back_from_its_text(constructor, components, jitter, s
 
 @given(st.floats(0, 1, exclude_max=True))
 def test_any_rate_comes_back_from_its_text(rate):
-    for method in (pb.Dropout(rate), pb.DropConnect(rate)):
+    for method in (pb.Dropout(rate), pb.posteriors.DropConnect(rate)):
         assert parse_method(text_of(method)) == method
 
 
@@ -102,7 +102,7 @@ def test_rules_name_their_layers():
         "layer4.*+output": pb.EMP(2, probabilities=(0.5, 0.5))
     }
     assert parse_rules("emp(3)", "output") == {"output": pb.EMP(3)}
-    rules = {"norm": pb.EMP(5), "conv+linear": pb.DropConnect(0.1)}
+    rules = {"norm": pb.EMP(5), "conv+linear": pb.posteriors.DropConnect(0.1)}
     assert parse_rules(text_of_rules(rules)) == rules
 
 

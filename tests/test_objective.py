@@ -24,7 +24,7 @@ def test_negative_elbo_of_classification_is_the_formula(draws):
     targets = torch.tensor([0, 2, 1, 1, 0])
     log_probs = log_softmax(logits.numpy())
     likelihood = sum(log_probs[s, b, targets[b]] for s in range(draws) for b in range(5)) / (draws * 5)
-    ours = pb.negative_elbo(logits, targets, torch.tensor(12.0, dtype=torch.float64), num_data=600)
+    ours = pb.objective.negative_elbo(logits, targets, torch.tensor(12.0, dtype=torch.float64), num_data=600)
     assert ours.item() == pytest.approx(-likelihood + 12.0 / 600, rel=1e-12)
 
 
@@ -36,7 +36,7 @@ def test_negative_elbo_of_regression_is_the_formula(draws, shape):
     precision, dimensions = 2.5, shape[1] if len(shape) > 1 else 1
     squares = ((means - y) ** 2).numpy().reshape(draws, 5, -1).sum(-1)
     log_density = 0.5 * dimensions * np.log(precision / (2 * np.pi)) - 0.5 * precision * squares
-    ours = pb.negative_elbo(means, y, 3.0, num_data=40, likelihood=pb.likelihoods.Gaussian(precision))
+    ours = pb.objective.negative_elbo(means, y, 3.0, num_data=40, likelihood=pb.likelihoods.Gaussian(precision))
     assert ours.item() == pytest.approx(-log_density.mean() + 3.0 / 40, rel=1e-12)
 
 
@@ -46,7 +46,7 @@ def test_negative_elbo_from_the_network_equals_the_usual_training_loss_for_one_d
     x, y = torch.randn(6, 3, dtype=torch.float64), torch.tensor([0, 1, 1, 0, 1, 0])
     one = pb.Draws.sample(model, 1)
     loss = nn.functional.cross_entropy(pb.forward_draws(model, x, one)[0], y) + pb.kl(model) / 100
-    ours = pb.negative_elbo(pb.forward_draws(model, x, one), y, pb.kl(model), num_data=100)
+    ours = pb.objective.negative_elbo(pb.forward_draws(model, x, one), y, pb.kl(model), num_data=100)
     torch.testing.assert_close(ours, loss, rtol=1e-13, atol=0)
 
 
@@ -55,14 +55,18 @@ def test_draws_are_averaged_outside_the_logarithm():
     torch.manual_seed(0)
     logits, targets = 3 * torch.randn(8, 20, 4, dtype=torch.float64), torch.randint(4, (20,))
     averaged = logits.softmax(-1).mean(0).log()
-    assert pb.negative_elbo(logits, targets, 0.0, num_data=1) > nn.functional.nll_loss(averaged, targets) + 0.1
+    assert (
+        pb.objective.negative_elbo(logits, targets, 0.0, num_data=1) > nn.functional.nll_loss(averaged, targets) + 0.1
+    )
 
 
 def test_the_class_axis_can_be_moved():
     torch.manual_seed(0)
     logits, targets = torch.randn(2, 5, 3, 4, dtype=torch.float64), torch.randint(3, (5, 4))
-    moved = pb.negative_elbo(logits, targets, 0.0, num_data=1, likelihood=pb.likelihoods.Categorical(class_dim=1))
-    last = pb.negative_elbo(logits.movedim(2, -1), targets, 0.0, num_data=1)
+    moved = pb.objective.negative_elbo(
+        logits, targets, 0.0, num_data=1, likelihood=pb.likelihoods.Categorical(class_dim=1)
+    )
+    last = pb.objective.negative_elbo(logits.movedim(2, -1), targets, 0.0, num_data=1)
     torch.testing.assert_close(moved, last)
 
 
@@ -73,7 +77,7 @@ def test_an_example_with_many_labels_counts_as_one_example():
     by_hand = nn.functional.cross_entropy(
         logits.movedim(-1, 1).reshape(2, 3, 5, 7), targets.expand(2, 5, 7), reduction="sum"
     )
-    ours = pb.negative_elbo(logits, targets, 4.0, num_data=50)
+    ours = pb.objective.negative_elbo(logits, targets, 4.0, num_data=50)
     torch.testing.assert_close(ours, by_hand / (2 * 5) + 4.0 / 50)
 
 
@@ -82,10 +86,10 @@ def test_a_learned_output_precision_maximizes_the_elbo_at_the_inverse_mean_squar
     means, y = torch.randn(3, 20, 2, dtype=torch.float64), torch.randn(20, 2, dtype=torch.float64)
     best = 1 / (means - y).square().mean().item()
     likelihood = pb.likelihoods.Gaussian(best, learn=True)
-    pb.negative_elbo(means, y, 0.0, num_data=20, likelihood=likelihood).backward()
+    pb.objective.negative_elbo(means, y, 0.0, num_data=20, likelihood=likelihood).backward()
     assert likelihood.log_precision.grad.item() == pytest.approx(0, abs=1e-12)
     likelihood = pb.likelihoods.Gaussian(2.0, learn=True)
-    pb.negative_elbo(means, y, 0.0, num_data=20, likelihood=likelihood).backward()
+    pb.objective.negative_elbo(means, y, 0.0, num_data=20, likelihood=likelihood).backward()
     assert likelihood.log_precision.grad.item() == pytest.approx(0.5 * 2 * (2.0 / best - 1), rel=1e-10)
 
 
@@ -113,7 +117,7 @@ def test_a_fixed_output_precision_is_not_learned():
 )
 def test_negative_elbo_refuses_what_does_not_fit(outputs, targets, options, complaint):
     with pytest.raises(PatchbayesError, match=complaint):
-        pb.negative_elbo(outputs, targets, 0.0, **options)
+        pb.objective.negative_elbo(outputs, targets, 0.0, **options)
 
 
 @pytest.mark.parametrize("precision", [0.0, -1.0, math.inf, math.nan])
@@ -138,7 +142,7 @@ def squares(model: nn.Module) -> dict[str, float]:
     return sums
 
 
-@pytest.mark.parametrize("method", [pb.EMP(3), pb.ECMP(2), pb.DropConnect(0.2), pb.Dropout(0.1)])
+@pytest.mark.parametrize("method", [pb.EMP(3), pb.ECMP(2), pb.posteriors.DropConnect(0.2), pb.Dropout(0.1)])
 def test_the_penalty_is_four_sums_of_squares(method):
     model = network()
     pb.patch_(model, method, "norm+output")
@@ -152,7 +156,7 @@ def test_the_penalty_is_four_sums_of_squares(method):
 @pytest.mark.parametrize(
     "make", [lambda groups: torch.optim.SGD(groups, lr=0.1), lambda groups: torch.optim.Adam(groups, lr=0.1, eps=1e-3)]
 )
-@pytest.mark.parametrize("method", [pb.EMP(3), pb.ECMP(2), pb.DropConnect(0.2), pb.Dropout(0.1)])
+@pytest.mark.parametrize("method", [pb.EMP(3), pb.ECMP(2), pb.posteriors.DropConnect(0.2), pb.Dropout(0.1)])
 def test_the_penalty_as_a_loss_and_as_weight_decay_make_the_same_step(make, method):
     x, y = torch.randn(6, 3, dtype=torch.float64), torch.tensor([0, 1, 1, 0, 1, 0])
     by_loss = network()
@@ -214,7 +218,7 @@ def test_equal_lambdas_are_all_four_and_mean_a_precision_k_times_larger_on_patch
     model = network()
     pb.patch_(model, pb.EMP(3), "norm+output")
     precision = {"0": 2 * 0.25, "*": 3 * 2 * 0.25}
-    same = pb.kl(model, pb.Prior(tau=precision, rho=precision))
+    same = pb.kl(model, pb.prior.Prior(tau=precision, rho=precision))
     torch.testing.assert_close(
         pb.objective.l2_penalty(model, pb.objective.Lambdas.equal(0.25)), same, rtol=1e-12, atol=0
     )
@@ -259,7 +263,7 @@ def test_components_that_were_not_drawn_learn_from_those_that_were(method):
     ("method", "sites", "mixed"),
     [
         (pb.ECMP(3, mix_bias=False), "output", ["3.patchbayes.components.weight"]),
-        (pb.MeanField(), "output", []),
+        (pb.posteriors.MeanField(), "output", []),
         (pb.Dropout(0.5), "norm", []),
         (pb.Ensemble(2), "all", []),
     ],

@@ -177,7 +177,7 @@ def test_learned_probabilities_are_those_of_the_draws():
 
 
 def test_kl_is_the_posteriors_own_and_that_of_what_it_left_alone(method, model):
-    prior = pb.Prior(tau=2.0, rho=3.0)
+    prior = pb.prior.Prior(tau=2.0, rho=3.0)
     expected = 0.0
     for layer in (model[0], model[2]):
         posterior = layer.patchbayes

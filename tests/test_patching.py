@@ -81,9 +81,9 @@ def test_the_printed_table_groups_equal_rows_and_shortens_names():
         (pb.ECMP(2), (8 + 10) * math.log10(2), "262,144"),
         (pb.ECMP(7), 18 * math.log10(7), "10^15.2"),
         (pb.Ensemble(4, init="copies"), math.log10(4), "4"),
-        (pb.DropConnect(0.1), (4 + 8) * math.log10(2), "4,096"),
+        (pb.posteriors.DropConnect(0.1), (4 + 8) * math.log10(2), "4,096"),
         (pb.Dropout(0.1), (4 + 4) * math.log10(2), "256"),
-        (pb.MeanField(), math.inf, "infinitely many"),
+        (pb.posteriors.MeanField(), math.inf, "infinitely many"),
         (pb.EMP(5, sigma=0.1), math.inf, "infinitely many"),
         (pb.EMP(1), 0.0, "1"),
     ],
@@ -99,7 +99,7 @@ def test_effective_ensemble_size(method, log10, printed):
 def test_parameters_added_count_what_the_method_stores():
     added = {
         method.label: sum(site.parameters_added for site in pb.patch_(small_net(), method).sites)
-        for method in (pb.EMP(3), pb.MeanField(), pb.Dropout(0.1), pb.DropConnect(0.1))
+        for method in (pb.EMP(3), pb.posteriors.MeanField(), pb.Dropout(0.1), pb.posteriors.DropConnect(0.1))
     }
     assert added == {"EMP(K=3)": 36, "MeanField": 18, "Dropout(0.1)": 0, "DropConnect": 0}
 
@@ -152,7 +152,7 @@ def test_the_prior_given_to_patch_is_the_one_kl_uses():
     model, other = small_net(), small_net()
     other.load_state_dict(model.state_dict())
     pb.patch_(model, pb.EMP(2))
-    pb.patch_(other, pb.EMP(2), prior=pb.Prior(tau=3.0, rho=3.0))
+    pb.patch_(other, pb.EMP(2), prior=pb.prior.Prior(tau=3.0, rho=3.0))
     assert torch.allclose(3 * pb.kl(model), pb.kl(other))
 
 

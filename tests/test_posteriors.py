@@ -128,7 +128,7 @@ def reference_of_two_layers(model, tie: str, *, mix_bias: bool) -> tuple[list[fa
     [
         (pb.EMP(3), "site", True, (1 / 3, 1 / 3, 1 / 3)),
         (pb.ECMP(2), "element", True, (1 / 2, 1 / 2)),
-        (pb.DropConnect(0.3), "element", False, (0.7, 0.3)),
+        (pb.posteriors.DropConnect(0.3), "element", False, (0.7, 0.3)),
         (
             pb.posteriors.Mixture(components=1, tie="unit", zero=True, probabilities=(0.8, 0.2)),
             "unit",
@@ -165,7 +165,7 @@ def test_members_that_differ_have_different_laws():
             pb.posteriors.Mixture(2, tie="network", init="independent", sigma=0.1, norm_scale=0.2),
         ),
         (
-            pb.DropConnect(0.25),
+            pb.posteriors.DropConnect(0.25),
             pb.posteriors.Mixture(components=1, tie="element", zero=True, probabilities=(0.75, 0.25)),
         ),
         (
@@ -199,9 +199,9 @@ def test_zero_component_of_a_site_removes_the_layer_but_not_its_bias():
     [
         (pb.EMP(2), ("weight", "bias"), ()),
         (pb.EMP(2, mix_bias=False), ("weight",), ("bias",)),
-        (pb.DropConnect(0.1), ("weight",), ("bias",)),
-        (pb.DropConnect(0.1, mix_bias=True), ("weight", "bias"), ()),
-        (pb.DropConnect(0.1, sigma=0.1), ("weight", "bias"), ()),
+        (pb.posteriors.DropConnect(0.1), ("weight",), ("bias",)),
+        (pb.posteriors.DropConnect(0.1, mix_bias=True), ("weight", "bias"), ()),
+        (pb.posteriors.DropConnect(0.1, sigma=0.1), ("weight", "bias"), ()),
     ],
 )
 def test_mix_bias_says_whether_the_bias_is_drawn(method, random, fixed):
@@ -220,7 +220,7 @@ def test_mix_bias_says_whether_the_bias_is_drawn(method, random, fixed):
 
 
 def test_an_unmixed_bias_under_noise_has_one_component():
-    model = patched(nn.Linear(2, 3), pb.DropConnect(0.5, sigma=0.1))
+    model = patched(nn.Linear(2, 3), pb.posteriors.DropConnect(0.5, sigma=0.1))
     site = pb.patched_sites(model)["0"]
     assert site.components("weight").shape == (1, 3, 2)
     assert site.components("bias").shape == (1, 3)
@@ -238,12 +238,12 @@ def test_an_unmixed_bias_under_noise_has_one_component():
         (pb.ECMP(5, mix_bias=False), 5 ** (3 * 4)),
         (pb.posteriors.Mixture(components=5, tie="unit"), 5 ** (3 + 1)),
         (pb.posteriors.Mixture(components=1, tie="unit", zero=True), 2**3),
-        (pb.DropConnect(0.1), 2 ** (3 * 4)),
+        (pb.posteriors.DropConnect(0.1), 2 ** (3 * 4)),
         (pb.posteriors.Mixture(components=2, zero=True), 3),
         (pb.Ensemble(5), 5),
         (pb.EMP(1), 1),
         (pb.EMP(5, sigma=0.1), math.inf),
-        (pb.MeanField(), math.inf),
+        (pb.posteriors.MeanField(), math.inf),
     ],
 )
 def test_number_of_outcomes_of_a_site(method, outcomes):
@@ -319,7 +319,7 @@ def test_a_mixture_that_cannot_be_is_refused_in_the_users_words(options, complai
 
 @pytest.mark.parametrize("rate", [-0.1, 1.0, math.nan])
 def test_rates_outside_zero_and_one_are_refused(rate):
-    for method in (pb.Dropout, pb.DropConnect):
+    for method in (pb.Dropout, pb.posteriors.DropConnect):
         with pytest.raises(PatchbayesError, match="probability to drop"):
             method(rate)
 
@@ -327,7 +327,7 @@ def test_rates_outside_zero_and_one_are_refused(rate):
 @pytest.mark.parametrize("scale", [0.0, -1.0, math.inf])
 def test_a_mean_field_scale_must_be_positive(scale):
     with pytest.raises(PatchbayesError, match="above 0"):
-        pb.MeanField(scale=scale)
+        pb.posteriors.MeanField(scale=scale)
 
 
 @pytest.mark.parametrize(
@@ -354,12 +354,12 @@ DESCRIBED = {
     "EMP": pb.EMP(3),
     "ECMP": pb.ECMP(3),
     "unit": pb.posteriors.Mixture(components=2, tie="unit", zero=True),
-    "DropConnect": pb.DropConnect(0.4),
+    "DropConnect": pb.posteriors.DropConnect(0.4),
     "Ensemble": pb.Ensemble(3),
     "EMP with sigma": pb.EMP(3, sigma=0.2),
-    "DropConnect with sigma": pb.DropConnect(0.4, sigma=0.2),
+    "DropConnect with sigma": pb.posteriors.DropConnect(0.4, sigma=0.2),
     "Shared": pb.posteriors.GaussianNoise(0.2),
-    "MeanField": pb.MeanField(),
+    "MeanField": pb.posteriors.MeanField(),
     "unequal": pb.ECMP(2, probabilities=(0.9, 0.1)),
 }
 

@@ -164,7 +164,7 @@ def test_categorical_log_prob_is_the_log_softmax_at_the_target():
         pb.EMP(3),
         pb.ECMP(3),
         pb.Dropout(0.4),
-        pb.MeanField(),
+        pb.posteriors.MeanField(),
         {"norm": pb.EMP(3, per_example=True), "fc": pb.Dropout(0.5)},
     ],
     ids=["EMP", "ECMP", "Dropout", "MeanField", "mixed"],

@@ -66,7 +66,8 @@ def state_of(model):
 
 
 @pytest.mark.parametrize(
-    "method", [pb.ECMP(3), pb.EMP(3, statistics="per_component"), pb.EMP(2, per_example=True), pb.MeanField()]
+    "method",
+    [pb.ECMP(3), pb.EMP(3, statistics="per_component"), pb.EMP(2, per_example=True), pb.posteriors.MeanField()],
 )
 def test_the_network_comes_back_exactly_as_it_was(method):
     rules, x = {"norm": method, "net.fc": pb.Dropout(0.2)}, some_inputs()

@@ -104,7 +104,7 @@ def test_the_laplace_prior_is_the_l1_penalty():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2), nn.Linear(2, 2)).double()
     pb.patch_(model, pb.ECMP(2, jitter=0.5, probabilities=(0.7, 0.3)), "1")
-    pb.patch_(model, pb.DropConnect(0.2), "2")
+    pb.patch_(model, pb.posteriors.DropConnect(0.2), "2")
     expected = 2 * model[0].weight.abs().sum() + 3 * model[0].bias.abs().sum()
     norm, last = (pb.patched_sites(model)[name] for name in ("1", "2"))
     for name, rate in (("weight", 2), ("bias", 3)):
@@ -112,7 +112,7 @@ def test_the_laplace_prior_is_the_l1_penalty():
         expected = expected + rate * (0.7 * parts[0] + 0.3 * parts[1])
     expected = expected + 2 * 0.8 * last.components("weight").abs().sum() + 3 * model[2].bias.abs().sum()
     torch.testing.assert_close(pb.kl(model, LaplacePrior(2.0, 3.0)), expected)
-    assert not torch.isclose(pb.kl(model, pb.Prior(2.0, 3.0)), expected)
+    assert not torch.isclose(pb.kl(model, pb.prior.Prior(2.0, 3.0)), expected)
 
 
 def test_the_laplace_prior_brings_small_weights_to_zero_and_the_gaussian_does_not():
@@ -120,14 +120,14 @@ def test_the_laplace_prior_brings_small_weights_to_zero_and_the_gaussian_does_no
     x = torch.randn(200, 5)
     y = (3 * x[:, :1] > 0).long().flatten()
     small = []
-    for prior in (LaplacePrior(10.0), pb.Prior(10.0)):
+    for prior in (LaplacePrior(10.0), pb.prior.Prior(10.0)):
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(5, 2, bias=False))
         pb.patch_(model, pb.EMP(2, jitter=0.1), "0", prior=prior)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
         for step in range(400):
             optimizer.param_groups[0]["lr"] = 0.02 * (1 - step / 400)
-            loss = pb.negative_elbo(model(x)[None], y, pb.kl(model), num_data=200)
+            loss = pb.objective.negative_elbo(model(x)[None], y, pb.kl(model), num_data=200)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -137,7 +137,7 @@ def test_the_laplace_prior_brings_small_weights_to_zero_and_the_gaussian_does_no
 
 
 def test_a_laplace_prior_is_for_posteriors_without_noise():
-    model = one_layer(pb.MeanField())
+    model = one_layer(pb.posteriors.MeanField())
     with pytest.raises(PatchbayesError, match='LaplacePrior at "0": MeanField is not'):
         pb.kl(model, LaplacePrior())
     model = one_layer(pb.EMP(2))

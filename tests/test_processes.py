@@ -20,7 +20,7 @@ from zoo import ZOO, assert_same, snapshot
 OURS = {name: method for name, (method, _) in METHODS.items()} | {
     "EMP": pb.EMP(3),
     "Ensemble": pb.Ensemble(3),
-    "MeanField": pb.MeanField(),
+    "MeanField": pb.posteriors.MeanField(),
     "Dropout": pb.Dropout(0.2),
     "LearnedLaw": LearnedLaw(3, jitter=0.5),
 }
@@ -95,12 +95,12 @@ def test_every_posterior_goes_on_training_to_the_same_bits(name):
 
 def test_record_prior_likelihood_and_tied_tensors_come_along():
     model = patched()
-    pb.patch_(model, pb.EMP(2), "hidden1", prior=pb.Prior(3.0, 2.0), likelihood=tempered(1.7))
+    pb.patch_(model, pb.EMP(2), "hidden1", prior=pb.prior.Prior(3.0, 2.0), likelihood=tempered(1.7))
     pb.set_eval_(model, "error")
     model.train()(X)
     other = network_of(travelled(model))
     mine = network_of(model)
-    assert other.prior.config() == mine.prior.config() == pb.Prior(3.0, 2.0).config()
+    assert other.prior.config() == mine.prior.config() == pb.prior.Prior(3.0, 2.0).config()
     assert other.likelihood.temperature == 1.7
     assert other.eval == "error"
     assert torch.equal(other.generator, mine.generator)

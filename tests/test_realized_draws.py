@@ -18,12 +18,12 @@ METHODS = {
     "EMP": pb.EMP(3),
     "ECMP": pb.ECMP(3),
     "unit": pb.posteriors.Mixture(components=2, tie="unit", zero=True),
-    "DropConnect": pb.DropConnect(0.4),
+    "DropConnect": pb.posteriors.DropConnect(0.4),
     "Ensemble": pb.Ensemble(3),
     "EMP with sigma": pb.EMP(3, sigma=0.2),
-    "DropConnect with sigma": pb.DropConnect(0.4, sigma=0.2),
+    "DropConnect with sigma": pb.posteriors.DropConnect(0.4, sigma=0.2),
     "Shared": pb.posteriors.GaussianNoise(0.2),
-    "MeanField": pb.MeanField(),
+    "MeanField": pb.posteriors.MeanField(),
     "unequal": pb.ECMP(2, probabilities=(0.9, 0.1)),
 }
 
@@ -140,7 +140,7 @@ def test_noise_is_gaussian_with_deviation_sigma_and_independent_everywhere(metho
 
 
 def test_noise_on_weight_and_bias_of_a_layer_is_independent():
-    for method in (pb.EMP(2, sigma=0.3, jitter=0), pb.MeanField()):
+    for method in (pb.EMP(2, sigma=0.3, jitter=0), pb.posteriors.MeanField()):
         model = patched(nn.LayerNorm(4000), method)
         noise = noise_of(model, pb.Draws.sample(model, 1))
         assert_uncorrelated(noise["0.weight"], noise["0.bias"], detects=0.15)
@@ -157,7 +157,7 @@ def test_sigma_scales_the_noise_exactly():
 
 def test_noise_lies_on_the_zero_component_too():
     """Eq. (1): the component that is pinned at zero is M = 0, not W = 0."""
-    model = patched(nn.Linear(3, 3), pb.DropConnect(0.5, sigma=0.1))
+    model = patched(nn.Linear(3, 3), pb.posteriors.DropConnect(0.5, sigma=0.1))
     weights = pb.patched_sites(model)["0"].realize(pb.Draws.sample(model, 20))["weight"]
     assert (weights != 0).all()
     assert (weights.abs() < 0.05).any()
@@ -166,7 +166,7 @@ def test_noise_lies_on_the_zero_component_too():
 def test_noise_streams_of_a_layer_with_many_parameters_do_not_run_into_the_next_layer():
     """A deep bidirectional LSTM has 24 parameters. Streams that overlap would give other parameters the same noise."""
     model = nn.ModuleDict({"lstm": nn.LSTM(5, 5, num_layers=3, bidirectional=True), "fc": nn.Linear(5, 20)})
-    pb.patch_(model, pb.MeanField(), "lstm+fc")
+    pb.patch_(model, pb.posteriors.MeanField(), "lstm+fc")
     draws = pb.Draws.sample(model, 1)
     seen = {}
     for name, site in pb.patched_sites(model).items():

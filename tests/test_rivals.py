@@ -23,7 +23,9 @@ def test_the_loss_of_bayes_by_backprop_is_that_of_its_paper():
     """Blundell et al. (2015), Eq. 2: log q(w) - log p(w) at a draw, up to what the noise itself contributes."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 2)).double()
-    pb.patch_(model, BayesByBackprop(scale=0.3, mixing=0.25, wide=1.0, narrow=0.05), "0", prior=pb.Prior(2.0, 3.0))
+    pb.patch_(
+        model, BayesByBackprop(scale=0.3, mixing=0.25, wide=1.0, narrow=0.05), "0", prior=pb.prior.Prior(2.0, 3.0)
+    )
     posterior = pb.patched_sites(model)["0"].posterior
     d = {name: torch.randn(posterior._shapes[name], dtype=torch.float64) for name in posterior.names}
     total = 0.0
@@ -43,10 +45,10 @@ def test_with_one_width_bayes_by_backprop_is_mean_field():
     torch.manual_seed(0)
     layers = nn.Linear(2, 1, bias=False).double()
     values = []
-    for method in (BayesByBackprop(wide=1.0, narrow=1.0), pb.MeanField()):
+    for method in (BayesByBackprop(wide=1.0, narrow=1.0), pb.posteriors.MeanField()):
         model = nn.Sequential(nn.Linear(2, 1, bias=False)).double()
         model[0].load_state_dict(layers.state_dict())
-        pb.patch_(model, method, "0", prior=pb.Prior(2.0))
+        pb.patch_(model, method, "0", prior=pb.prior.Prior(2.0))
         values.append((model, pb.patched_sites(model)["0"].posterior))
     x, w = np.polynomial.hermite_e.hermegauss(5)
     w = w / w.sum()
@@ -155,7 +157,7 @@ def test_members_of_a_film_ensemble_are_networks_of_their_own_affine_parameters(
                 y = F.relu(y)
         by_hand.append(y)
     torch.testing.assert_close(outputs, torch.stack(by_hand))
-    pb.negative_elbo(outputs.flatten(2), torch.zeros(6, dtype=torch.int64), 0.0, num_data=6).backward()
+    pb.objective.negative_elbo(outputs.flatten(2), torch.zeros(6, dtype=torch.int64), 0.0, num_data=6).backward()
     for site in pb.patched_sites(model).values():  # one step trains all members
         assert (site.posterior.components["weight"].grad.view(3, 4).abs().sum(1) > 0).all()
 
@@ -180,7 +182,7 @@ def test_members_of_a_batch_ensemble_are_networks_with_factors_on_inputs_and_out
             y = (y * posterior.inputs[k]) @ weight.T * posterior.outputs[k] + bias
             y = torch.tanh(y) if number == 0 else y
         torch.testing.assert_close(outputs[k], y)
-    pb.negative_elbo(outputs, torch.zeros(5, dtype=torch.int64), 0.0, num_data=5).backward()
+    pb.objective.negative_elbo(outputs, torch.zeros(5, dtype=torch.int64), 0.0, num_data=5).backward()
     for site in pb.patched_sites(model).values():  # one step trains all members
         assert (site.posterior.inputs.grad.abs().sum(1) > 0).all()
 

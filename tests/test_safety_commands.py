@@ -328,11 +328,11 @@ def test_every_flipped_bit_of_a_checkpoint_is_seen(runs, name):
     whole = file.read_bytes()
     header = 8 + int.from_bytes(whole[:8], "little")
     run, which = RunFolder.open(runs / name.partition("/")[0]), name.partition("/")[2]
-    assert pb.verify(file) == len(load_file(file))
+    assert pb.digests.verify(file) == len(load_file(file))
     run.model(which)
     for position in np.random.default_rng(0).integers(header, len(whole), 40):
         flipped(file, position, int(position) % 8)
-        for look in (lambda: pb.verify(file), lambda: run.model(which)):
+        for look in (lambda: pb.digests.verify(file), lambda: run.model(which)):
             with pytest.raises(CheckpointMismatch, match=r"damaged|is another"):
                 look()
         file.write_bytes(whole)
@@ -344,7 +344,7 @@ def test_a_changed_description_is_seen(runs):
         file.read_bytes().replace(b'\\"k\\": 3', b'\\"k\\": 2').replace(b'\\"tau\\": 1.0', b'\\"tau\\": 2.0')
     )
     with pytest.raises(CheckpointMismatch, match="description is damaged"):
-        pb.verify(file)
+        pb.digests.verify(file)
     with pytest.raises(CheckpointMismatch, match="description is damaged"):
         RunFolder.open(runs / "net").model()
 
@@ -370,7 +370,7 @@ def test_a_file_without_digests_is_not_verified(tmp_path):
     save_file({"a": torch.zeros(3)}, tmp_path / "a.safetensors")
     for file, message in ((tmp_path / "a.safetensors", "has no digests"), (tmp_path / "b", "there is no file")):
         with pytest.raises(CheckpointMismatch, match=message):
-            pb.verify(file)
+            pb.digests.verify(file)
 
 
 def test_a_checkpoint_of_another_kind_does_not_answer(runs):

@@ -93,7 +93,7 @@ def test_several_rules_in_one_call_and_the_first_match_wins():
             "bn": pb.EMP(2),
             "norm": pb.ECMP(3),
             lambda name, module: name == "first": pb.Dropout(0.1),
-            "all": pb.MeanField(),
+            "all": pb.posteriors.MeanField(),
         },
     )
     methods = {site.name: site.method for site in report.sites}

@@ -48,7 +48,7 @@ def own_statistics() -> nn.Module:
 
 def with_noise() -> nn.Module:
     model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 3))
-    pb.patch_(model, {"norm": pb.ECMP(2, sigma=0.5), "0": pb.Dropout(0.4), "output": pb.MeanField(1.0)})
+    pb.patch_(model, {"norm": pb.ECMP(2, sigma=0.5), "0": pb.Dropout(0.4), "output": pb.posteriors.MeanField(1.0)})
     return model
 
 
@@ -303,7 +303,7 @@ def test_training_of_a_batch_norm_network_does_not_notice_predictions_with_it(lo
 def test_threads_that_draw_from_one_networks_generator_never_draw_the_same():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4))
-    pb.patch_(model, pb.MeanField(1.0), "all")
+    pb.patch_(model, pb.posteriors.MeanField(1.0), "all")
     alone = copy.deepcopy(model)
     x = torch.ones(1, 4)
     number = 25

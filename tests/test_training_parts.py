@@ -152,8 +152,8 @@ def test_the_elbo_of_a_patched_network():
     loss = training_loss(method="emp", prior_precision=3.0, draws_per_step=2)
     twin = copy.deepcopy(loss.network)
     value, nll, kl = loss(X, Y)
-    total = pb.kl(twin, pb.Prior(3.0, 3.0))
-    expected = pb.negative_elbo(pb.forward_draws(twin, X, 2), Y, total, num_data=40)
+    total = pb.kl(twin, pb.prior.Prior(3.0, 3.0))
+    expected = pb.objective.negative_elbo(pb.forward_draws(twin, X, 2), Y, total, num_data=40)
     torch.testing.assert_close(value, expected)
     torch.testing.assert_close(kl, total)
     torch.testing.assert_close(nll + kl / 40, value)
@@ -165,7 +165,7 @@ def test_the_prior_of_a_run_is_in_its_kl(prior):
     if prior in ("learned", "gamma"):
         pb.objective.maximize_prior_(loss.network)
     made = {
-        "gaussian": lambda: pb.Prior(3.0, 3.0),
+        "gaussian": lambda: pb.prior.Prior(3.0, 3.0),
         "laplace": lambda: pb.prior.LaplacePrior(3.0, 3.0),
         "learned": lambda: pb.prior.LearnedPrior(loss.network),
         "gamma": lambda: pb.prior.GammaPrior(loss.network, 1.0, 1 / 3.0),
@@ -275,7 +275,7 @@ def test_a_step_takes_every_member_of_an_ensemble():
     loss = training_loss(method="ensemble(3)")
     draws = pb.Draws.enumerate(loss.network)
     outputs = pb.forward_draws(copy.deepcopy(loss.network), X, draws)
-    torch.testing.assert_close(loss(X, Y)[1], pb.negative_elbo(outputs, Y, 0.0, num_data=40))
+    torch.testing.assert_close(loss(X, Y)[1], pb.objective.negative_elbo(outputs, Y, 0.0, num_data=40))
     assert len(draws) == 3
 
 

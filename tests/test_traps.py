@@ -208,7 +208,9 @@ def one_process(tmp_path):
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("method", [pb.EMP(3), pb.ECMP(3), pb.Dropout(0.2), pb.MeanField()], ids=lambda m: m.label)
+@pytest.mark.parametrize(
+    "method", [pb.EMP(3), pb.ECMP(3), pb.Dropout(0.2), pb.posteriors.MeanField()], ids=lambda m: m.label
+)
 def test_ddp_on_one_process_trains_as_without(one_process, method):
     model = patched(method, "norm+output")
     alone = copy.deepcopy(model)
@@ -299,7 +301,7 @@ def test_functional_call_takes_given_parameters():
 
 
 @pytest.mark.parametrize(
-    "method", [pb.EMP(3), pb.ECMP(3), pb.ECMP(2, sigma=0.2), pb.MeanField()], ids=lambda m: m.label
+    "method", [pb.EMP(3), pb.ECMP(3), pb.ECMP(2, sigma=0.2), pb.posteriors.MeanField()], ids=lambda m: m.label
 )
 def test_vmap_over_realized_draws_equals_the_loop_in_eval_mode(method):
     plain = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2)).double()
@@ -325,9 +327,9 @@ def test_vmap_over_realized_draws_equals_the_loop_in_eval_mode(method):
     [
         pb.EMP(3, statistics="per_component"),
         pb.ECMP(3),
-        pb.MeanField(),
+        pb.posteriors.MeanField(),
         pb.Dropout(0.1),
-        pb.DropConnect(0.2),
+        pb.posteriors.DropConnect(0.2),
         pb.ECMP(3, jitter=0),
     ],
     ids=lambda m: m.label,
@@ -346,7 +348,7 @@ def test_an_ordinary_checkpoint_loads_strictly_and_starts_the_components_anew(me
     assert not result.unexpected_keys
     assert list(ordinary) == list(source.state_dict())
     assert torch.equal(network_of(model).generator, generator)
-    if isinstance(method, pb.MeanField):
+    if isinstance(method, pb.posteriors.MeanField):
         mean, before_softplus = mean_field(model, "3")
         assert torch.equal(mean, source[3].weight)
         size = F.softplus(before_softplus) / source[3].weight.detach().square().mean().sqrt()

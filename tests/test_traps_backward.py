@@ -150,7 +150,7 @@ def test_checkpointing_works_when_the_output_is_no_tensor():
 
 
 @pytest.mark.parametrize(
-    "method", [pb.EMP(3), pb.ECMP(3), pb.MeanField(), pb.mixed()], ids=["emp", "ecmp", "meanfield", "mixed"]
+    "method", [pb.EMP(3), pb.ECMP(3), pb.posteriors.MeanField(), pb.mixed()], ids=["emp", "ecmp", "meanfield", "mixed"]
 )
 def test_patching_between_two_steps_while_the_last_loss_is_alive(method):
     """A loop leaves its last loss behind: torch then keeps gradient nodes of the old shape, unless they are made again."""

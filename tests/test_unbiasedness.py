@@ -46,7 +46,7 @@ SCHEMES = {
     "ECMP, unequal p": Scheme(
         {"1": pb.ECMP(3, probabilities=(0.7, 0.1, 0.2))}, {"1": ("element", (0.7, 0.1, 0.2), True)}
     ),
-    "DropConnect": Scheme({"3": pb.DropConnect(0.3)}, {"3": ("element", (0.7, 0.3), False)}),
+    "DropConnect": Scheme({"3": pb.posteriors.DropConnect(0.3)}, {"3": ("element", (0.7, 0.3), False)}),
     "dropout of columns": Scheme(
         {"linear": pb.posteriors.Mixture(components=1, tie="unit", zero=True, probabilities=(0.8, 0.2))},
         dict.fromkeys(("0", "3"), ("unit", (0.8, 0.2), False)),
@@ -61,7 +61,7 @@ SCHEMES = {
     "schemes mixed": Scheme(
         {
             "norm": pb.EMP(3),
-            "output": pb.DropConnect(0.4),
+            "output": pb.posteriors.DropConnect(0.4),
             "0": pb.posteriors.Mixture(components=1, tie="unit", zero=True, probabilities=(0.9, 0.1)),
         },
         {"1": ("site", THIRDS, True), "3": ("element", (0.6, 0.4), False), "0": ("unit", (0.9, 0.1), False)},
@@ -232,7 +232,7 @@ def test_the_negative_elbo_of_all_draws_is_the_exact_one():
     settings = norm_settings(model)
     pb.patch_(model, SCHEMES["EMP"].rules)
     outputs = pb.forward_draws(model, torch.from_numpy(X), pb.Draws.enumerate(model))
-    ours = pb.negative_elbo(outputs, torch.tensor(CLASSES), pb.kl(model), num_data=70)
+    ours = pb.objective.negative_elbo(outputs, torch.tensor(CLASSES), pb.kl(model), num_data=70)
     expected, _ = Reference(model, SCHEMES["EMP"], settings).expectation(X, classification)
     squares = sum(float((t.detach() ** 2).sum()) for t in parameters_of(model).values())
     assert ours.item() == pytest.approx(-expected + 0.5 * squares / 3 / 70, rel=1e-10)

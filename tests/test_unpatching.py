@@ -34,8 +34,8 @@ def batches(number: int) -> list[Tensor]:
         pb.EMP(3),
         pb.ECMP(3, init="independent"),
         pb.Dropout(0.2),
-        pb.MeanField(),
-        pb.DropConnect(0.3),
+        pb.posteriors.MeanField(),
+        pb.posteriors.DropConnect(0.3),
         pb.EMP(3, sigma=0.1),
         pb.posteriors.Mixture(components=2, tie="unit", zero=True),
         pb.Ensemble(2),
@@ -110,7 +110,7 @@ def test_the_mean_keeps_the_expectation_under_p():
 def test_the_mean_counts_the_zero_component():
     model = nn.Sequential(nn.Linear(3, 2))
     weight, bias = model[0].weight.detach().clone(), model[0].bias.detach().clone()
-    pb.patch_(model, pb.DropConnect(0.25), "all")
+    pb.patch_(model, pb.posteriors.DropConnect(0.25), "all")
     pb.unpatch_(model, keep="mean")
     torch.testing.assert_close(model[0].weight.detach(), 0.75 * weight)
     assert torch.equal(model[0].bias, bias)
@@ -118,7 +118,7 @@ def test_the_mean_counts_the_zero_component():
 
 @pytest.mark.parametrize(
     "method",
-    [pb.EMP(3, statistics="per_component"), pb.ECMP(3), pb.MeanField(), pb.ECMP(2, sigma=0.2)],
+    [pb.EMP(3, statistics="per_component"), pb.ECMP(3), pb.posteriors.MeanField(), pb.ECMP(2, sigma=0.2)],
     ids=lambda m: m.label,
 )
 def test_a_draw_keeps_the_network_of_that_draw_bit_for_bit(method):

@@ -16,10 +16,10 @@ METHODS = {
     "ECMP": pb.ECMP(3),
     "EMP with statistics": pb.EMP(2, statistics="per_component"),
     "Dropout": pb.Dropout(0.2),
-    "DropConnect": pb.DropConnect(0.2),
+    "DropConnect": pb.posteriors.DropConnect(0.2),
     "units": pb.posteriors.Mixture(components=2, tie="unit", zero=True),
     "Ensemble": pb.Ensemble(2),
-    "MeanField": pb.MeanField(),
+    "MeanField": pb.posteriors.MeanField(),
     "sigma": pb.EMP(2, sigma=0.05),
 }
 

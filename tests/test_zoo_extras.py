@@ -85,7 +85,7 @@ TIMM = {
     "mobilevit_xxs": ({}, "LayerNorm", "head.fc"),
 }
 SHIFTED = ("swin_tiny_patch4_window7_224", {"img_size": 32, "window_size": 4, "depths": (1, 1, 1, 1), "embed_dim": 24})
-METHODS = {"EMP": pb.EMP(3), "ECMP": pb.ECMP(3), "Dropout": pb.Dropout(0.1), "MeanField": pb.MeanField()}
+METHODS = {"EMP": pb.EMP(3), "ECMP": pb.ECMP(3), "Dropout": pb.Dropout(0.1), "MeanField": pb.posteriors.MeanField()}
 
 
 def build_transformer(name: str, seed: int = 0) -> nn.Module:
@@ -169,9 +169,9 @@ ENGINE_METHODS = {
     "EMP": pb.EMP(3, jitter=0.5),
     "ECMP": pb.ECMP(3, jitter=0.5),
     "Dropout": pb.Dropout(0.1),
-    "DropConnect": pb.DropConnect(0.2),
+    "DropConnect": pb.posteriors.DropConnect(0.2),
     "Ensemble": pb.Ensemble(2, init="copies", jitter=0.5),
-    "MeanField": pb.MeanField(0.1),
+    "MeanField": pb.posteriors.MeanField(0.1),
 }
 
 

@@ -39,7 +39,7 @@ METHODS = [
     pb.EMP(4, jitter=1.0),
     pb.ECMP(3, jitter=1.0),
     pb.ECMP(2, sigma=0.3),
-    pb.MeanField(),
+    pb.posteriors.MeanField(),
     pb.Dropout(0.3),
     pb.EMP(3, jitter=1.0, per_example=True),
 ]

@@ -1,22 +1,21 @@
 """patchbayes: make a neural network you already have into a Bayesian one, cheaply (ensemble model patching).
 
-Specialists live in submodules: `patchbayes.posteriors`, `likelihoods`, `objective`, `prior`, `prediction`, `metrics`.
+Specialists live in submodules: `patchbayes.posteriors`, `likelihoods`, `objective`, `prior`, `prediction`, `metrics`,
+`digests`.
 """
 
 from .bayesianizing import bayesianize_, calibrate_
-from .digests import verify
 from .draws.draws import Draws
 from .errors import PatchbayesError
 from .export import export
-from .objective import kl, negative_elbo, no_decay_names
+from .objective import kl, no_decay_names
 from .patching.checkpoint import load_, save
 from .patching.contract import check_patchable
 from .patching.drawing import forward_draws, set_eval_, use_draw
 from .patching.patch import is_patched, patch_, patched_sites, unpatch_
 from .patching.pretrained import from_pretrained, merge_, save_pretrained
-from .posteriors import ECMP, EMP, DropConnect, Dropout, Ensemble, MeanField, mixed
+from .posteriors import ECMP, EMP, Dropout, Ensemble, mixed
 from .prediction import Predictor, conformal, predict
-from .prior import Prior
 
 __version__ = "0.2.0"
 
@@ -24,13 +23,10 @@ __all__ = [
     "ECMP",
     "EMP",
     "Draws",
-    "DropConnect",
     "Dropout",
     "Ensemble",
-    "MeanField",
     "PatchbayesError",
     "Predictor",
-    "Prior",
     "bayesianize_",
     "calibrate_",
     "check_patchable",
@@ -43,7 +39,6 @@ __all__ = [
     "load_",
     "merge_",
     "mixed",
-    "negative_elbo",
     "no_decay_names",
     "patch_",
     "patched_sites",
@@ -53,23 +48,27 @@ __all__ = [
     "set_eval_",
     "unpatch_",
     "use_draw",
-    "verify",
 ]
 
 #: Names that stood here in 0.1.0, with the submodule that has them now.
 _MOVED = {
     "Categorical": "likelihoods",
+    "DropConnect": "posteriors",
     "Gaussian": "likelihoods",
     "GaussianNoise": "posteriors",
     "Lambdas": "objective",
     "LearnedPrior": "prior",
+    "MeanField": "posteriors",
     "Mixture": "posteriors",
     "Prediction": "prediction",
+    "Prior": "prior",
     "l2_penalty": "objective",
     "maximize_prior_": "objective",
+    "negative_elbo": "objective",
     "parameter_groups": "objective",
     "predict_batches": "prediction",
     "share_gradients_": "objective",
+    "verify": "digests",
 }
 
 

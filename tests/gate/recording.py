@@ -86,9 +86,9 @@ def methods() -> dict[str, tuple[object, str]]:
         "per_example": (pb.ECMP(3, jitter=0.5, per_example=True), "norm"),
         "unit": (pb.posteriors.Mixture(components=2, tie="unit", jitter=0.5), "linear+conv"),
         "dropout": (pb.Dropout(0.3), "norm+output"),
-        "dropconnect": (pb.DropConnect(0.2), "linear+conv+norm"),
+        "dropconnect": (pb.posteriors.DropConnect(0.2), "linear+conv+norm"),
         "ensemble": (pb.Ensemble(3), "all"),
-        "meanfield": (pb.MeanField(0.2), "all"),
+        "meanfield": (pb.posteriors.MeanField(0.2), "all"),
     }
 
 
