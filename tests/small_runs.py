@@ -6,6 +6,8 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from patchbayes.data import ArraySplit, Dataset, Preparation
+
 DEFAULT: dict[str, object] = {"data": "npz:classes.npz", "model": "mlp:8", "epochs": 2, "batch_size": 16}
 
 
@@ -38,3 +40,17 @@ def tensors_of(path, start=""):
 
 def same(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+def table(rows: int = 10, task: str = "classification") -> Dataset:
+    """A data set whose first feature is the number of the example."""
+    inputs = torch.arange(3.0 * rows).view(rows, 3)
+    targets = torch.arange(rows) % 3 if task == "classification" else torch.arange(2.0 * rows).view(rows, 2)
+    preparation = Preparation((1.0, 2.0, 3.0), (10.0, 10.0, 10.0))
+    if task == "regression":
+        preparation = Preparation((1.0, 2.0, 3.0), (10.0, 10.0, 10.0), "none", (5.0, 6.0), (2.0, 4.0))
+    names = ("a", "b", "c")
+    split = ArraySplit(inputs, targets)
+    return Dataset(
+        "table", task, split, split, split, names if task == "classification" else names[:2], names, preparation
+    )
