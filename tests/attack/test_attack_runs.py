@@ -117,6 +117,50 @@ def checkpoint_case(runs):
     return prepare, lambda: Values(values_of(state["target"]))
 
 
+def pretrained_case(runs):
+    """Folders of `save_pretrained`: any of their files damaged, swapped, missing, or in the place of another."""
+    network = RunFolder.open(runs / "net").model()
+    folder = runs / "pretrained"
+    pb.save_pretrained(network, folder)
+    originals = {path.name: path.read_bytes() for path in folder.iterdir()}
+    files = [name for name in sorted(originals) if name.endswith(".safetensors")]
+    target = build_net("mlp:6", 3, (4,))
+    own = values_of(target)
+    state = {"target": target}
+
+    def prepare(rng):
+        for name, content in originals.items():
+            (folder / name).write_bytes(content)
+        for _ in range(rng.choice((1, 1, 2))):
+            name = rng.choice((*files, "patch_config.json"))
+            content = originals[name]
+            if name == "patch_config.json":
+                content = damaged_json(json.loads(content), rng)
+            elif rng.random() < 0.5:
+                content = described_anew(content, rng)
+            (folder / name).write_bytes(damaged(content, rng) if rng.random() < 0.5 else content)
+        match rng.randrange(8):
+            case 0:
+                (folder / rng.choice(files)).unlink()
+            case 1:
+                (folder / files[0]).write_bytes(originals[files[1]])
+        if pb.is_patched(state["target"]):  # an accepted case patched it
+            state["target"] = build_net("mlp:6", 3, (4,))
+            state["target"].load_state_dict(dict(own))
+        found = state["target"]
+
+        def run():
+            if rng.random() < 0.5:
+                made = pb.from_pretrained(build_net, folder, spec="mlp:6", num_outputs=3, input_shape=(4,))
+                assert all(value.isfinite().all() for value in made.state_dict().values())
+            else:
+                pb.load_(found, folder, check_shared=False)
+
+        return run
+
+    return prepare, lambda: Values(values_of(state["target"]))
+
+
 def exported_case(runs):
     """Exported files in place of checkpoints, whole and damaged, whatever they are called: they are archives and graphs that
     other programs run, and this package reads neither."""
@@ -292,6 +336,7 @@ def record_case(runs):
         ("configurations", config_case, 800, 0.01),
         ("settings", setting_case, 600, 0.01),
         ("records", record_case, 600, 0.01),
+        ("pretrained folders", pretrained_case, 1000, 0.01),
         ("exported files", exported_case, 500, 0.0),
         ("draws", draws_case, 400, 0.01),
         ("results of the demo", demo_case, 200, 0.01),
