@@ -5,13 +5,16 @@
 `readme_tables.py` makes the tables of docs/devices.md from the record.
 
 Times are processor seconds of one thread: with a core of its own a process needs as long, whatever else runs on the machine.
-What two processes wait for one another is wall time, of which the least of many repetitions is taken.
+What two processes wait for one another is wall time, of which the least of many repetitions is taken. "real_runs" is the wall
+time of whole trainings by the command line, on one and on two processes, and wants an idle machine.
 """
 
 import argparse
 import functools
+import itertools
 import json
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -38,7 +41,8 @@ from patchbayes.runs.network import patched_net
 from patchbayes.runs.schedule import learning_rate_factor
 
 COMPONENTS = (5, 20, 50)
-EPOCHS, TARGET_EPOCH, TURN = 8, 4, 2.0
+EPOCHS, TARGET_EPOCH, TURN = 16, 8, 2.0
+SEEDS = (0, 1, 2, 3, 4)
 SETTINGS: dict[str, Any] = {
     "data": "digits", "model": "small_cnn", "held_out": 0.0, "augmentation": "none", "batch_size": 90, "lr": 0.002,
     "schedule": "constant", "epochs": EPOCHS,
@@ -159,7 +163,7 @@ def step_seconds(rounds: int = 6) -> dict[str, Any]:
     return found
 
 
-def trajectories(seeds: tuple[int, ...] = (0,)) -> list[dict[str, Any]]:
+def trajectories(seeds: tuple[int, ...] = SEEDS) -> list[dict[str, Any]]:
     """The objective after every epoch, with the steps of each kind that it took."""
     found = []
     for components in COMPONENTS:
@@ -305,13 +309,48 @@ def resnet_seconds(batch: int = 4, rounds: int = 3) -> dict[str, float]:
 
 
 def two_processes() -> dict[str, Any]:
-    import subprocess
-
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "found.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", __file__]
         subprocess.run([*command, "--rank-part", str(path)], check=True, timeout=900)
         return json.loads(path.read_text())
+
+
+#: Whole trainings: settings and processes of each kind. Steps of the residual network take longer than their calls.
+REAL_SETTINGS = {
+    "data": "fashion", "model": "small_resnet", "augmentation": "none", "batch_size": 100, "schedule": "constant",
+    "epochs": 8, "threads": 1,
+}  # fmt: skip
+REAL_KINDS: dict[str, tuple[dict[str, Any], int]] = {
+    "plain": ({}, 1),
+    "plain, two ranks": ({}, 2),
+    "coordinate descent": ({"alternate": TURN}, 1),
+    "two workers": ({"alternate": TURN, "component_workers": 2}, 1),
+}
+
+
+def real_runs(seeds: tuple[int, ...] = (0, 1)) -> list[dict[str, Any]]:
+    """The mean training NLL of every epoch and the wall seconds until then, of whole trainings, kinds in turn."""
+    found = []
+    for components in COMPONENTS:
+        for seed in seeds:
+            for kind, (settings, ranks) in REAL_KINDS.items():
+                with tempfile.TemporaryDirectory() as folder:
+                    rows = _real_run(Path(folder) / "run", components, seed, settings, ranks)
+                nlls = [row["nll"] for row in rows]
+                seconds = list(itertools.accumulate(row["train_seconds"] for row in rows))
+                found.append({"components": components, "kind": kind, "seed": seed, "nll": nlls, "seconds": seconds})
+                print(components, kind, seed, round(nlls[-1], 3), round(seconds[-1], 1), flush=True)
+    return found
+
+
+def _real_run(folder: Path, components: int, seed: int, settings: dict[str, Any], ranks: int) -> list[dict[str, Any]]:
+    launcher = ["torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "-m"] if ranks > 1 else []
+    words = [f"{name}={value}" for name, value in {**REAL_SETTINGS, "seed": seed, **settings}.items()]
+    given = [part for word in words for part in ("--set", word)]
+    command = [sys.executable, "-m", *launcher, "patchbayes", "train", str(folder), "--method", f"emp({components})"]
+    subprocess.run([*command, *given, "--quiet"], check=True, timeout=900, capture_output=True)
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 PARTS = {
@@ -321,6 +360,7 @@ PARTS = {
     "gradient_variance": gradient_variance,
     "resnet18_seconds": resnet_seconds,
     "two_processes": two_processes,
+    "real_runs": real_runs,
 }
 
 

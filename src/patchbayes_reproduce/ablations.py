@@ -277,7 +277,7 @@ def tables(result: dict[str, Any]) -> dict[str, TextTable]:
         judged = inside and VARIANTS[labels[0]].network == "residual"  # the digits never make an overconfident network
         reference = result["variants"][labels[0]]
         header = ["variant", "parameters", "accuracy %", "NLL", "ECE %", "floor %", "corrupted NLL"]
-        header += [f"{column} against {labels[0]}" for column in _COMPARED] + ["training s"]
+        header += [f"{column} against {labels[0]}" for column in _COMPARED]
         lines = []
         for label in labels:
             scores = result["variants"][label]
@@ -299,7 +299,6 @@ def tables(result: dict[str, Any]) -> dict[str, TextTable]:
                     as_text(mean_of([100 * s["ece_floor"] for s in scores]), 3),
                     interval_text([s["corrupted_nll"] for s in scores]),
                     *verdicts,
-                    as_text(mean_of([s["training_seconds"] for s in scores]), 3),
                 ]
             )
         plan = result["plan"]

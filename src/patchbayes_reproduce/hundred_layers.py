@@ -41,10 +41,9 @@ def rows(result: dict[str, Any]) -> list[ComparedNumber]:
 def tables(result: dict[str, Any]) -> dict[str, TextTable]:
     lines = []
     for label, (kept,) in result["methods"].items():
-        epochs = ", ".join(as_text(value, 3) for value in kept["epochs"])
-        lines.append([label, epochs, as_text(kept["training_seconds"], 3)])
+        lines.append([label, ", ".join(as_text(value, 3) for value in kept["epochs"])])
     title = f"Mean training NLL, epoch by epoch: {result['note']}"
-    return {title: (["method", "NLL of each epoch", "training s"], lines)}
+    return {title: (["method", "NLL of each epoch"], lines)}
 
 
 EXPERIMENT = Experiment(

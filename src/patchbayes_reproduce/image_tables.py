@@ -60,7 +60,6 @@ def score_table(result: Mapping[str, Any]) -> TextTable:
         "floor %",
         "MCE %",
         "NLL against vanilla",
-        "training s",
     ]
     lines = []
     found = scores_of(result)
@@ -80,7 +79,6 @@ def score_table(result: Mapping[str, Any]) -> TextTable:
                 as_text(floor, 3),
                 interval_text([value_of(record, "mce") for record in records]),
                 against(nll, reference, outside) if label != "vanilla" else "-",
-                interval_text([record.training_seconds for record in records], 3),
             ]
         )
     return header, lines

@@ -19,6 +19,7 @@ _FILES = {
     "pbp": "pbp_errors",
     "ablations": "ablations",
     "cost": "training_cost",
+    "coordinate-descent": "turns_of_training",
     "gpu-needs": "gpu_needs",
 }
 
