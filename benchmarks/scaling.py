@@ -1,6 +1,7 @@
 """More than one process: step times, bytes, and time to an objective, of plain training, coordinate descent and workers.
 
-    python benchmarks/scaling.py     measure everything and write results/scaling.json, resumable part by part
+    python benchmarks/scaling.py                       measure everything into results/scaling.json, part by part, resumable
+    python benchmarks/scaling.py --again trajectories  measure a part again, whatever the record has
 
 `readme_tables.py` makes the tables of docs/devices.md from the record.
 
@@ -364,13 +365,13 @@ PARTS = {
 }
 
 
-def measure() -> None:
-    """Every part that the record does not have yet; it is written after each."""
+def measure(again: list[str]) -> None:
+    """Every part that the record does not have yet, or the parts named again; it is written after each."""
     path = RESULTS / "scaling.json"
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     parts = {name: found[name] for name in PARTS if name in found}
     for name, part in PARTS.items():
-        if name not in parts:
+        if name in again or (name not in parts and not again):
             parts[name] = part()
             num_data = len(data_of(SETTINGS["data"]).train)
             settings = {**SETTINGS, "turn": TURN, "target_epoch": TARGET_EPOCH, "num_data": num_data}
@@ -380,7 +381,8 @@ def measure() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rank-part", type=Path)
+    parser.add_argument("--again", nargs="+", choices=list(PARTS), default=[], help="measure these parts alone, again")
+    parser.add_argument("--rank-part", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.rank_part:
@@ -388,7 +390,7 @@ def main() -> None:
         if found:
             arguments.rank_part.write_text(json.dumps(found))
     else:
-        measure()
+        measure(arguments.again)
 
 
 if __name__ == "__main__":
