@@ -70,7 +70,7 @@ def test_the_plan_counts_distinct_prefixes():
     model = small_cnn(size=8)
     pb.patch_(model, pb.EMP(3, jitter=0.3))
     draws = pb.Draws.sample(model, 200)
-    x = torch.rand(2, 1, 8, 8)
+    x = torch.rand(200, 1, 8, 8)  # of a few inputs, stages would cost more than they save
     plan = pb.predict(model, x, draws, engine="graph").plan
     assert plan.engine == "graph"
     rows = draws.assignments()
@@ -87,6 +87,20 @@ def test_the_plan_counts_distinct_prefixes():
     assert "no site" in text
     assert "captured in" in text
     assert "captured in" not in str(pb.predict(model, x, draws, engine="graph").plan)
+
+
+def test_stages_that_cost_more_than_they_save_are_one():
+    """Few inputs: what the draws share is run again for each result, together with the rest. The numbers are the same."""
+    model = small_cnn(size=8).double()
+    pb.patch_(model, pb.EMP(3, jitter=0.3))
+    draws = pb.Draws.sample(model, 200)
+    x = torch.rand(200, 1, 8, 8, dtype=torch.float64)
+    few, many = (pb.predict(model, some, draws, engine="graph") for some in (x[:2], x))
+    assert [stage.distinct for stage in few.plan.stages] == [1, 3, 9, 27]
+    assert few.plan.evaluated == [1, 3, 27, 27]
+    assert few.plan.floor == many.plan.floor == many.plan.work < few.plan.work < 1
+    assert_same(few, pb.predict(model, x[:2], draws, engine="loop"), 1e-10)
+    assert_same(many, pb.predict(model, x, draws, engine="loop"), 1e-10)
 
 
 def test_flops_are_counted_by_hand():

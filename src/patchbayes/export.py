@@ -26,8 +26,8 @@ from .patching.network import PatchedNetwork, network_of
 from .prediction.batches import as_tensor, on_device
 from .prediction.engine import Engine
 from .prediction.engine.classes import Chosen
-from .prediction.engine.engine import Route
 from .prediction.engine.execution import Execution
+from .prediction.engine.route import Route
 from .prediction.predict import Sampling, make_draws
 from .prediction.viewing import Viewing
 from .views import Views

@@ -5,6 +5,7 @@ an input unit or an element, as the posterior's tie says). `Layout` says which p
 S such vectors, kept as seeds and counters only: any slice of any vector is computed when asked for.
 """
 
+import bisect
 import functools
 import itertools
 import json
@@ -149,14 +150,15 @@ class Draws:
 
     def __getitem__(self, which: int | slice | Sequence[int]) -> Self:
         """The chosen draws, again as `Draws` (an integer gives a Draws of length one)."""
+        everything = range(len(self))
         if isinstance(which, int):
-            if not -len(self) <= which < len(self):
-                raise IndexError(f"draw {which} of {len(self)}")
-            which = [which % len(self)]
-        chosen = range(len(self))[which] if isinstance(which, slice) else [range(len(self))[i] for i in which]
+            if not -len(everything) <= which < len(everything):
+                raise IndexError(f"draw {which} of {len(everything)}")
+            which = [which]
+        chosen = everything[which] if isinstance(which, slice) else [everything[i] for i in which]
         parts: list[Series] = []
         bounds = list(itertools.accumulate((len(part.counters) for part in self._parts), initial=0))
-        for number, group in itertools.groupby(chosen, lambda i: next(n for n, b in enumerate(bounds[1:]) if i < b)):
+        for number, group in itertools.groupby(chosen, lambda i: bisect.bisect_right(bounds, i) - 1):
             part = self._parts[number]
             counters = _as_range([part.counters[i - bounds[number]] for i in group])
             parts.append(replace(part, counters=counters))
@@ -243,8 +245,9 @@ class Draws:
         if self._given is not None:
             given = torch.tensor(self._given, dtype=torch.float64)
             return given / given.sum()
-        none = torch.zeros(0, dtype=torch.float64)
-        weights = torch.cat([none, *(self._relative_weights(part) for part in self._parts)])
+        if all(part.scheme != "enumerated" and part.heads == 1 for part in self._parts):
+            return torch.full((len(self),), 1 / max(len(self), 1), dtype=torch.float64)
+        weights = torch.cat([self._relative_weights(part) for part in self._parts])
         return weights / weights.sum()
 
     def _relative_weights(self, part: Series) -> Tensor:

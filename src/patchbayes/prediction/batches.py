@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ..errors import PatchbayesError
 
@@ -34,14 +34,15 @@ def on_device(batch: Any, device: torch.device | None) -> Any:
     """The batch on the network's device; NaN in it is refused."""
     if isinstance(batch, Mapping):
         batch = dict(batch)
-    for place, leaf in enumerate(tree_leaves(batch)):
+    leaves, spec = tree_flatten(batch)
+    for place, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor) and leaf.is_floating_point() and torch.isnan(leaf).any():
             raise PatchbayesError(
                 f"predict: input tensor {place} holds NaN, {int(torch.isnan(leaf).sum())} of {leaf.numel()} values."
             )
     if device is not None and device.type == "meta":  # the weights are brought in layer by layer
         return batch
-    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, batch)
+    return tree_unflatten([leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
 
 
 def batch_size(batch: Any) -> int:

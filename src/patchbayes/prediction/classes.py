@@ -13,7 +13,7 @@ from ..likelihoods import Likelihood
 from ..metrics.temperature import fit_temperature
 from .averages import Kept, of_all, predictives
 from .loop import Outputs
-from .moments import LogMean, Moments, MonteCarloMean
+from .moments import LogMean, Mean, MonteCarloMean
 from .plan import Plan
 from .prediction import PER_DRAW, PER_INPUT, Prediction, check_shape, needed
 from .running import RunningAverages, fields_without_error, unknown_like
@@ -65,14 +65,13 @@ class ClassPrediction(Prediction):
         keep: bool,
         plan: Plan,
     ) -> Self:
-        probs, log_probs, entropy = MonteCarloMean(draws, joint=temperature != 1), LogMean(), Moments()
+        probs, log_probs, entropy = MonteCarloMean(draws, joint=temperature != 1), LogMean(), Mean()
         kept, dtype = Kept(probs.number, keep), torch.float32
         for members, dtype, found in predictives(outputs, likelihood, draw_temperature, ("log_probs",)):
             draw_probs = found["log_probs"].exp()
             weights = probs.weights_of(members).to(draw_probs)
             probs.add(members, draw_probs, weights)
-            plogp = torch.where(draw_probs > 0, draw_probs * found["log_probs"], 0.0)
-            entropy.add(-plogp.sum(-1), weights)
+            entropy.add(torch.special.entr(draw_probs).sum(-1), weights)
             log_probs.add(found["log_probs"], weights)
             kept.add(members, draw_probs.to(dtype))
         linear = None if temperature == 1 else _Tempering(log_probs.value, temperature)

@@ -14,7 +14,7 @@ from ..likelihoods import Likelihood
 from ..metrics.temperature import fit_temperature
 from .averages import Kept, of_all, predictives
 from .loop import Outputs
-from .moments import LogMean, Moments, MonteCarloMean
+from .moments import LogMean, Mean, MonteCarloMean
 from .plan import Plan
 from .prediction import PER_DRAW, PER_INPUT, Prediction, check_shape, needed
 
@@ -55,7 +55,7 @@ class LabelPrediction(Prediction):
         keep: bool,
         plan: Plan,
     ) -> Self:
-        probs, present, absent, entropy = MonteCarloMean(draws), LogMean(), LogMean(), Moments()
+        probs, present, absent, entropy = MonteCarloMean(draws), LogMean(), LogMean(), Mean()
         kept, dtype = Kept(probs.number, keep), torch.float32
         for members, dtype, found in predictives(outputs, likelihood, draw_temperature, ("logits",)):
             draw_probs = found["logits"].sigmoid()

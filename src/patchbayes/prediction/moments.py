@@ -16,8 +16,8 @@ _MOST_REPLICATES = 25
 _FEWEST_BLOCKS = 3  # two say next to nothing about their spread: Student's quantile is 12.7
 
 
-class Moments:
-    """Weighted running mean and spread of values that come a few draws at a time, in any order (Chan et al.).
+class Mean:
+    """Weighted running mean of values that come a few draws at a time, in any order (Chan et al.).
 
         mean <- mean + (w / W) (mean of the new - mean)
 
@@ -26,25 +26,34 @@ class Moments:
 
     def __init__(self) -> None:
         self.mean = torch.zeros(())
-        self.squares = torch.zeros(())
         self.weight = 0.0
 
     def add(self, values: Tensor, weights: Tensor) -> None:
         """values (D, ...), weights (D,)."""
-        weights = weights.to(values).reshape(-1, *[1] * (values.dim() - 1))
+        weights = weights.to(values)
         weight = float(weights.sum())
-        if not weight:
-            return
-        mean = values[0] if len(values) == 1 else (weights * values).sum(0) / weight
-        squares = torch.zeros_like(mean) if len(values) == 1 else (weights * (values - mean).square()).sum(0)
-        if not self.weight:
-            self.mean, self.squares, self.weight = mean, squares, weight
-            return
-        total = self.weight + weight
-        step = mean - self.mean
-        self.mean = self.mean + step * (weight / total)
-        self.squares = self.squares + squares + step.square() * (self.weight * weight / total)
-        self.weight = total
+        if weight:
+            self._add(values, weights, weight, values[0] if len(values) == 1 else _sum(weights, values) / weight)
+
+    def _add(self, values: Tensor, weights: Tensor, weight: float, mean: Tensor) -> None:
+        self.mean = self.mean + (mean - self.mean) * (weight / (self.weight + weight)) if self.weight else mean
+        self.weight += weight
+
+
+class Moments(Mean):
+    """The mean, and the spread around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.squares = torch.zeros(())
+
+    def _add(self, values: Tensor, weights: Tensor, weight: float, mean: Tensor) -> None:
+        squares = torch.zeros_like(mean) if len(values) == 1 else _sum(weights, (values - mean).square())
+        if self.weight:
+            between = (mean - self.mean).square() * (self.weight * weight / (self.weight + weight))
+            squares = self.squares + squares + between
+        self.squares = squares
+        super()._add(values, weights, weight, mean)
 
     @property
     def variance(self) -> Tensor:
@@ -52,16 +61,26 @@ class Moments:
         return self.squares / self.weight
 
 
+def _sum(weights: Tensor, values: Tensor) -> Tensor:
+    """sum_d weights[d] values[d]."""
+    return torch.tensordot(weights, values, 1)
+
+
 class LogMean:
     """The logarithm of the weighted mean of exp(value), also where every exp(value) underflows."""
 
     def __init__(self) -> None:
-        self.value = torch.full((), -torch.inf)
+        self._value: Tensor | None = None
 
     def add(self, logarithms: Tensor, weights: Tensor) -> None:
         """logarithms (D, ...), weights (D,), which sum to one over all calls."""
         log_weights = weights.to(logarithms).log().reshape(-1, *[1] * (logarithms.dim() - 1))
-        self.value = torch.logaddexp(self.value.to(logarithms), torch.logsumexp(logarithms + log_weights, dim=0))
+        found = torch.logsumexp(logarithms + log_weights, dim=0)
+        self._value = found if self._value is None else torch.logaddexp(self._value.to(logarithms), found)
+
+    @property
+    def value(self) -> Tensor:
+        return torch.full((), -torch.inf) if self._value is None else self._value
 
 
 class MonteCarloMean:
@@ -93,12 +112,10 @@ class MonteCarloMean:
         if not self.whole_blocks:
             length = self.heads  # at least the draws of one trunk stay together
         units = self.number // length
-        self.replicate_of = torch.arange(self.number) // length
         self.num_replicates = min(units, _MOST_REPLICATES) if length > 1 or joint else 0
-        if (
-            self.num_replicates
-        ):  # units that are as equally shared out as can be; an incomplete one is the last replicate
-            self.replicate_of = (self.replicate_of * self.num_replicates // units).clamp(max=self.num_replicates)
+        if self.num_replicates:  # units shared out as equally as can be; an incomplete one is the last replicate
+            unit = torch.arange(self.number) // length
+            self.replicate_of = (unit * self.num_replicates // units).clamp(max=self.num_replicates)
         self.replicates: Tensor | None = None
 
     def add(self, members: Members, values: Tensor, weights: Tensor) -> None:

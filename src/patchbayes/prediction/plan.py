@@ -29,7 +29,8 @@ class Plan:
     chunk       how many draws went together at the end.
     fallback    why the network was not captured, where it was not.
     stages      what depends on which sites, and how often it had to be computed.
-    evaluated   how often each of these was computed: more than `distinct` where memory did not allow to keep it.
+    evaluated   how often each of these was computed: more than `distinct` where memory did not allow to keep it, or where
+                keeping it would have cost more than computing it again.
     capture_seconds  what capturing took, where this call did it.
     """
 
@@ -53,7 +54,7 @@ class Plan:
     def work(self) -> float:
         """Arithmetic of this plan as a fraction of one whole pass for each draw: 1 for the loop.
 
-        The floor, or more where memory did not allow to keep what was needed again.
+        The floor, or more where what was needed again was not kept.
         """
         return max(self.floor, self._share(self.evaluated))
 

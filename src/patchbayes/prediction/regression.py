@@ -13,7 +13,7 @@ from ..likelihoods import Likelihood
 from ..metrics.temperature import fit_variance_factor
 from .averages import Kept, of_all, predictives
 from .loop import Outputs
-from .moments import Moments, MonteCarloMean
+from .moments import Mean, MonteCarloMean
 from .plan import Plan
 from .prediction import PER_DRAW, PER_INPUT, Prediction, check_level, check_shape, needed
 
@@ -54,7 +54,7 @@ class MeanPrediction(Prediction):
         keep: bool,
         plan: Plan,
     ) -> Self:
-        means, products, noise = MonteCarloMean(draws), Moments(), Moments()
+        means, products, noise = MonteCarloMean(draws), Mean(), Mean()
         kept, kept_variances = (
             Kept(means.number, keep),
             Kept(means.number, keep and cls.varying),

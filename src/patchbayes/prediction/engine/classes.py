@@ -14,6 +14,7 @@ from .stages import Sites
 
 _FEW_GROUPS = 32  # a site with more draw groups practically never repeats an assignment
 _BLOCK = 2**14  # assignments looked at together
+_MOST_CHOSEN = 64  # parts of an itinerary
 
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -56,7 +57,7 @@ class Chosen:
         if self.same:
             return whole[self.first], None
         if self.run.stop:
-            return whole if self.run == slice(0, len(whole)) else whole[self.run], 0
+            return whole if not self.first and self.run.stop == whole.shape[0] else whole[self.run], 0
         return whole[torch.from_numpy(self.numbers).to(whole.device)], 0
 
 
@@ -69,7 +70,8 @@ class Itinerary:
     stages    for each stage, its classes of results; `joined` says which sets of sites went into which.
     sites     for each site, its classes of results.
     distinct  for each set of sites, how many classes it has.
-    indices   component indices of some sites, for all their classes, once they have been asked for.
+    variants  the same with some stages joined, by what decides which.
+    drawn     component indices and keys of some sites, for all their classes, once they have been asked for.
     """
 
     order: Numbers
@@ -78,7 +80,18 @@ class Itinerary:
     stages: list[Classes]
     sites: dict[int, Classes]
     distinct: dict[Sites, int]
-    indices: dict[int, Tensor] = field(default_factory=dict)
+    variants: dict[Any, "Itinerary"] = field(default_factory=dict)
+    _chosen: dict[bytes, dict[int, Chosen]] = field(default_factory=dict)
+    drawn: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def chosen(self, positions: Numbers) -> dict[int, Chosen]:
+        """For each site, its classes of the results at these positions; remembered for the next batch."""
+        key = positions.tobytes()
+        if key not in self._chosen:
+            if len(self._chosen) >= _MOST_CHOSEN:
+                self._chosen.clear()
+            self._chosen[key] = {site: Chosen(classes.of[positions]) for site, classes in self.sites.items()}
+        return self._chosen[key]
 
 
 def plan_itinerary(

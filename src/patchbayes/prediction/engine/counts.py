@@ -4,6 +4,7 @@ import functools
 import math
 import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,11 @@ _MOST = 512
 # What a forward pass is made of, in seconds of an ordinary core; only ratios matter, and only roughly.
 _PER_OPERATION, _PER_FLOP, _PER_BYTE = 8e-6, 1 / 3e10, 1 / 8e9
 _CAPTURE_PER_OPERATION, _CAPTURE = 2.5e-3, 0.1
+
+# What running a stage costs, in small operations: for one draw by itself besides them; for several at once besides them, and
+# for each of them. So at least six draws pay for that.
+_RUN, _VMAP, _RULE = 4, 10, 4
+FEWEST_AT_ONCE = 6
 
 _SHARE_OF_FREE_MEMORY = 0.25
 
@@ -113,17 +119,38 @@ def _known(func: Any) -> tuple[Any, bool]:
     return _RULES.get(func.__name__.partition(".")[0]), func.is_view
 
 
-def together(average_bytes: float, peak_bytes: float, limit: int) -> int:
-    """How many draws of a stage to run at once, when an operation makes `average_bytes` for one draw, and all of them
-    together need at most `peak_bytes`: 1 (one after the other) or at least 8."""
-    number = min(_MOST, int(_TOGETHER_BYTES / max(average_bytes, 1)), int(limit / max(peak_bytes, 1)))
-    return number if number >= _FEWEST else 1
+@dataclass(frozen=True)
+class Cost:
+    """Of some operations for one draw, with the sizes of the example.
 
+    made   how many of the operations make new values, `bytes`: of these values.
+    """
 
-def fewest_together(operations: int) -> int:
-    """How many draws pay for being run at once by `torch.vmap`: what it does besides costs as much as 25 small operations, and
-    each of its rules as much as four."""
-    return 4 + 25 // max(operations, 1)
+    operations: int = 0
+    made: int = 0
+    flops: int = 0
+    bytes: int = 0
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(
+            self.operations + other.operations,
+            self.made + other.made,
+            self.flops + other.flops,
+            self.bytes + other.bytes,
+        )
+
+    def at_once(self, scale: float, limit: float = math.inf) -> int:
+        """How many draws to run at once, on arguments that are `scale` times as large as the example's, when their values may
+        take `limit` bytes: 1 (one after the other) or at least 8."""
+        whole = max(scale * self.bytes, 1)
+        number = int(min(_MOST, _TOGETHER_BYTES * max(self.made, 1) / whole, limit / whole))
+        return number if number >= _FEWEST else 1
+
+    def seconds(self, draws: int, scale: float) -> float:
+        """Of so many draws, in the sense of `Work.seconds`: one after the other, or at once where that is faster."""
+        apart, at_once = draws * (self.operations + _RUN), _VMAP + _RULE * self.operations
+        calls = min(apart, at_once) if FEWEST_AT_ONCE <= draws <= self.at_once(scale) else apart
+        return calls * _PER_OPERATION + draws * scale * (self.flops * _PER_FLOP + self.bytes * _PER_BYTE)
 
 
 class Work(TorchDispatchMode):

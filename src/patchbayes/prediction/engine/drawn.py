@@ -27,7 +27,7 @@ class DrawnSite:
     def __init__(self, posterior: Posterior, names: set[str], bytes: int) -> None:
         self.posterior, self.names, self.bytes = posterior, names, bytes
         groups = posterior.groups()
-        self.groups = groups.length if groups is not None else 0
+        self.groups, self.outcomes = (groups.length, groups.outcomes) if groups is not None else (0, 1)
 
     def tensors(self, z: Tensor, keys: Tensor) -> dict[str, Tensor]:
         """The tensors that the graph uses, each with a leading axis for the draws: z (S, groups) are their component indices

@@ -6,7 +6,6 @@ capturing. Nothing is stored on the network, and nothing global is changed.
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -20,41 +19,20 @@ from ...patching.network import PatchedNetwork, network_of
 from ..loop import Members, Outputs, at_rest, check_finite, loop, undisturbed
 from ..plan import Plan, StagePlan
 from .capture import CAPTURING, Capture, NotCapturable, batch_size, capture, evaluation_copy
-from .classes import Itinerary, identities, plan_itinerary
-from .counts import Work, default_memory_limit, together
-from .drawn import DrawnSite, drawing, example_tensors
+from .counts import Work, default_memory_limit
+from .drawn import drawing, example_tensors
 from .execution import Execution, out_of_memory
-from .picking import Picked, pick
-from .realization import Realization
+from .picking import pick
 from .remembering import Form, form_of, modules_of
-from .stages import Network, Sites, Stage, numbers
+from .route import Route, Routes
+from .stages import Network, numbers
 
 Mode = Literal["auto", "loop", "graph"]
 
-_HELD = 8 * 2**20  # bytes of values on their way from stage to stage, and so many results at a time where draws
-_FEW = 16  # are run one after the other
 _PICKING = 2_000  # flops that drawing one element of a head costs
-_KEPT = 0.5  # of the memory limit, for the weights of draws
 _MANY_PASSES = 60  # counting a pass costs up to five of a small network
 _LIGHT = 1e10  # numbers of a batch times parameters
-_MOST_ITINERARIES = 8  # of different draws that are remembered for a captured network
 _MOST_CAPTURES = 4  # for different sizes of one form of call
-
-
-@dataclass
-class Route:
-    """Draws on their way through one captured network, for batches of one size: how much of it goes together.
-
-    sizes   for each stage, how many classes are run at once; `chunk`: how many results.
-    """
-
-    network: Network
-    itinerary: Itinerary
-    stages: list[Stage]
-    picked: Picked
-    realization: Realization
-    sizes: list[int] = field(default_factory=list)
-    chunk: int = 1
 
 
 class Engine:
@@ -77,7 +55,7 @@ class Engine:
         self.memory_limit = memory_limit if memory_limit is not None else default_memory_limit(network.device)
         self.batches = batches
         self.plan = Plan.of_draws(draws)
-        self._routes: dict[Any, Route] = {}
+        self._routes = Routes(network, self.memory_limit)
         self._parts: dict[tuple[int, int], Engine] = {}
         self._counted: tuple[Any, Draws, Tensor] | None = None
 
@@ -165,7 +143,7 @@ class Engine:
             return None
         arguments = _arguments(inputs)
         leaves, spec = tree_flatten(arguments)
-        form = form_of(self.model, arguments)
+        form = form_of(self.model, leaves, spec)
         network = self._found(form, leaves)
         if network is None and form.reason is None:
             if self.mode == "auto" and not self._pays(form, inputs, leaves, examples, output):
@@ -231,10 +209,10 @@ class Engine:
     def _pays_alone(self, inputs: Any, examples: Tensor, output: Callable[[Any], Tensor]) -> bool:
         """Whether this call alone, with all its batches, would cost by the loop what capturing costs."""
         arguments = _arguments(inputs)
-        leaves, passes = tree_flatten(arguments)[0], len(self.draws) * self.batches
+        (leaves, spec), passes = tree_flatten(arguments), len(self.draws) * self.batches
         if _refused(self.model, self.network) is not None or self._is_light(leaves, passes):
             return False
-        work = self._work(form_of(self.model, arguments), inputs, examples, output)
+        work = self._work(form_of(self.model, leaves, spec), inputs, examples, output)
         return work.seconds(numbers(leaves)) * passes > work.seconds_of_capture
 
     def _is_light(self, leaves: list[Any], passes: int) -> bool:
@@ -260,7 +238,7 @@ class Engine:
     def _by_stages(
         self, network: Network, leaves: list[Any], examples: Tensor, output: Callable[[Any], Tensor]
     ) -> Iterator[tuple[Members, Tensor]]:
-        route = self._route(network, leaves, output)
+        route = self._routes.of(network, self.draws, leaves, output)
         picked, chunk = route.picked, route.chunk
         fixed = network.fixed(leaves, examples)
         execution = Execution(network, route.stages, route.itinerary, route.realization, fixed, route.sizes)
@@ -295,38 +273,7 @@ class Engine:
                 '  do       see docs/prediction.md, "Networks that cannot be captured".'
             )
         _, network, leaves = captured
-        return self._route(network, leaves, output)
-
-    def _route(self, network: Network, leaves: list[Any], output: Callable[[Any], Tensor]) -> Route:
-        picked = pick(network.capture, output)
-        key = id(network), tuple(picked.leaves), id(self.draws)
-        if key not in self._routes:
-            sites, result = network.sites, network.result(picked.leaves)
-            posteriors = {number: self.network.sites[number].posterior for number in sites}
-            drawn = {n: DrawnSite(posterior, *network.drawn.get(n, (set(), 0))) for n, posterior in posteriors.items()}
-            itinerary = self._itinerary(network, sites, result)
-            stages = network.stages(itinerary.joined, picked.leaves)
-            limit = int(self.memory_limit * _KEPT)
-            realization = Realization(drawn, self.draws, itinerary, limit, self.network.device)
-            self._routes[key] = Route(network, itinerary, stages, picked, realization)
-        known = self._routes[key]
-        scale, limit = network.scale(leaves), int(self.memory_limit * (1 - _KEPT))
-        sizes = [1 if s.apart else together(scale * s.bytes, scale * s.peak, limit) for s in known.stages]
-        held = scale * sum(stage.held for stage in known.stages)
-        chunk = max(*sizes, min(_FEW, int(_HELD / max(held, 1))), 1)
-        chunk = min(chunk, max(1, int(limit / max(held, 1))), len(known.itinerary.order))
-        return replace(known, picked=picked, sizes=sizes, chunk=chunk)
-
-    def _itinerary(self, network: Network, sites: list[int], result: Sites) -> Itinerary:
-        """The way of the draws through a network; remembered with it for the same draws, whatever the weights."""
-        draws = self.draws
-        key = draws.series, draws.law.probabilities, draws.layout.fingerprint, result
-        if key not in network.itineraries:
-            if len(network.itineraries) >= _MOST_ITINERARIES:
-                network.itineraries.pop(next(iter(network.itineraries)), None)
-            alike = {number: identities(self.network.sites[number].posterior, draws) for number in sites}
-            network.itineraries[key] = plan_itinerary(network.operations, result, sites, alike, len(draws))
-        return network.itineraries[key]
+        return self._routes.of(network, self.draws, leaves, output, share_all=True)
 
     def _describe(self, network: Network, route: Route, chunk: int) -> None:
         plan, names = self.plan, [site.name for site in self.network.sites]
@@ -375,7 +322,7 @@ def _refused(model: nn.Module, network: PatchedNetwork) -> str | None:
             reason = "is compiled"
         elif "_hf_hook" in module.__dict__:
             reason = "gets its weights from accelerate when it runs"
-        elif any(
+        elif (module._forward_hooks or module._forward_pre_hooks) and any(
             not str(getattr(hook, "__module__", "")).startswith("patchbayes.")
             for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
         ):

@@ -7,9 +7,12 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor, fx
+from torch._C import _functorch
+from torch._functorch.vmap import lazy_load_decompositions  # type: ignore[attr-defined]
 
 from ..loop import Members
 from .classes import Chosen, Classes, Itinerary, Numbers
+from .counts import FEWEST_AT_ONCE
 from .stages import Network, Stage
 
 _NO_VMAP = (RuntimeError, ValueError, NotImplementedError, TypeError)  # what vmap says to operations that it cannot do
@@ -32,9 +35,11 @@ class Kept:
     def __init__(self, classes: Classes) -> None:
         self.classes = classes
         self.where: dict[int, tuple[Block, int]] = {}
+        self._latest: tuple[list[int], Block] | None = None
 
-    def add(self, some: Sequence[int], block: Block) -> None:
+    def add(self, some: list[int], block: Block) -> None:
         self.where |= {number: (block, index) for index, number in enumerate(some)}
+        self._latest = some, block
 
     def forget(self, stop: int) -> None:
         """What no result from `stop` on needs."""
@@ -43,7 +48,10 @@ class Kept:
 
     def chosen(self, some: Numbers) -> "_Stacking":
         """How the values of several classes are put together."""
-        entries = [self.where[number] for number in some.tolist()]
+        numbers = some.tolist()
+        if self._latest is not None and self._latest[0] == numbers:
+            return _Stacking([(self._latest[1], index) for index in range(len(numbers))], None, whole=True)
+        entries = [self.where[number] for number in numbers]
         block = entries[0][0]
         together = all(other is block for other, _ in entries)
         return _Stacking(entries, Chosen(np.array([index for _, index in entries])) if together else None)
@@ -51,15 +59,18 @@ class Kept:
 
 @dataclass(eq=False)
 class _Stacking:
-    """Where the values of several classes are; `chosen`: which of one block, where it is one block."""
+    """Where the values of several classes are; `chosen`: which of one block, where it is one block; `whole`: all of it."""
 
     entries: list[tuple[Block, int]]
     chosen: Chosen | None
+    whole: bool = False
 
     def of(self, place: int) -> tuple[Any, int | None]:
         """Output `place` for the classes, and its vmap axis: None where it is the same for all."""
         block, start = self.entries[0]
         value = block.values[place]
+        if self.whole and isinstance(value, Tensor):
+            return value, 0
         if self.chosen is not None and isinstance(value, Tensor):
             return self.chosen.of(value)
         if self.chosen is not None and self.chosen.same:
@@ -113,13 +124,13 @@ class Execution:
                 self.chunk //= 2  # the same again, of half as many
                 self.sizes = [max(1, size // 2) for size in self.sizes]
                 continue
-            for kept in self.kept:
+            for kept in self.kept if stop < number else ():
                 kept.forget(stop)
             yield self.itinerary.members.part(start, stop), values
             start = stop
 
     def _leaf(self, leaf: Any, start: int, stop: int) -> tuple[Any, int | None]:
-        return self._several(leaf, np.arange(start, stop), {}) if isinstance(leaf, fx.Node) else (leaf, None)
+        return self._inputs([leaf], np.arange(start, stop))[0] if isinstance(leaf, fx.Node) else (leaf, None)
 
     def _compute(self, place: int, start: int, stop: int) -> None:
         stage, kept = self.stages[place], self.kept[place]
@@ -135,10 +146,10 @@ class Execution:
     def _block(self, place: int, some: list[int]) -> Block:
         stage = self.stages[place]
         at = self.kept[place].classes.first[some]
-        if len(some) >= stage.fewest and not stage.apart:
-            found: dict[Any, Any] = {}
+        if len(some) >= FEWEST_AT_ONCE and not stage.apart:
             try:
-                return Block(_together(stage, [self._several(node, at, found) for node in stage.inputs]), len(some))
+                inputs = self._inputs(stage.inputs, at)
+                return Block(_together(stage, inputs, len(some)), len(some))
             except _NO_VMAP as error:
                 if out_of_memory(error):
                     raise
@@ -157,33 +168,37 @@ class Execution:
         source = self.network.capture.sources[node]
         return self.realization.one(source.place, source.name, int(self.itinerary.sites[source.place].of[position]))
 
-    def _several(self, node: fx.Node, positions: Numbers, found: dict[Any, Any]) -> tuple[Any, int | None]:
-        """The values of a node for the draws at several positions; `found` keeps what other nodes may ask for again."""
-        if node in self.fixed:
-            return self.fixed[node], None
-        if node in self.made:
-            place, output = self.made[node]
-            if place not in found:
-                found[place] = self.kept[place].chosen(self.itinerary.stages[place].of[positions])
-            return found[place].of(output)
-        source = self.network.capture.sources[node]
-        key = "site", source.place
-        if key not in found:
-            found[key] = Chosen(self.itinerary.sites[source.place].of[positions])
-        return self.realization.several(source.place, source.name, found[key])
+    def _inputs(self, nodes: Sequence[fx.Node], positions: Numbers) -> list[tuple[Any, int | None]]:
+        """The values of nodes for the draws at several positions, each with its axis."""
+        found: list[tuple[Any, int | None]] = []
+        stacked: dict[int, _Stacking] = {}
+        chosen = self.itinerary.chosen(positions)
+        for node in nodes:
+            if node in self.fixed:
+                found.append((self.fixed[node], None))
+            elif node in self.made:
+                place, output = self.made[node]
+                if place not in stacked:
+                    stacked[place] = self.kept[place].chosen(self.itinerary.stages[place].of[positions])
+                found.append(stacked[place].of(output))
+            else:
+                source = self.network.capture.sources[node]
+                found.append(self.realization.several(source.place, source.name, chosen[source.place]))
+        return found
 
 
-def _together(stage: Stage, inputs: list[tuple[Any, int | None]]) -> list[Any]:
-    """The outputs of a stage for several draws at once: inputs with an axis of None are the same for all of them."""
-    values = [value for value, _ in inputs]
-    varying = [place for place, (_, axis) in enumerate(inputs) if axis is not None]
+def _together(stage: Stage, inputs: list[tuple[Any, int | None]], number: int) -> list[Any]:
+    """The outputs of a stage for `number` draws at once: inputs with an axis of None are the same for all of them.
 
-    def run(*given: Tensor) -> tuple[Any, ...]:
-        for place, value in zip(varying, given, strict=True):
-            values[place] = value
-        return stage.run(*values)
-
-    return list(torch.vmap(run)(*[values[place] for place in varying]))
+    What `torch.vmap` does, without its handling of nested arguments, which takes as long as a small network.
+    """
+    lazy_load_decompositions()
+    level = _functorch._vmap_increment_nesting(number, "error")
+    try:
+        made = stage.run(*[v if axis is None else _functorch._add_batch_dim(v, axis, level) for v, axis in inputs])
+        return [_functorch._remove_batch_dim(value, level, number, 0) for value in made]
+    finally:
+        _functorch._vmap_decrement_nesting()
 
 
 def out_of_memory(error: Exception) -> bool:

@@ -9,7 +9,7 @@ from ...draws.draws import Draws
 from .classes import Chosen, Itinerary, Numbers
 from .drawn import DrawnSite
 
-_FEW = 2**16  # component indices of a site that are remembered
+_FEW = 2**20  # component indices of a site that are remembered, in a byte each
 _BLOCK = 2**22  # draw groups whose indices are made together
 
 
@@ -67,27 +67,31 @@ class Realization:
     def _make(self, site: int, classes: list[int]) -> dict[str, Tensor]:
         classified, drawn = self.itinerary.sites[site], self.sites[site]
         step = max(1, _BLOCK // max(drawn.groups, 1))
-        whole = len(classes) == len(classified) <= step
+        if len(classes) == len(classified) <= step:
+            return drawn.tensors(*self._remembered(site))
         parts = []
         for low in range(0, len(classes), step):
             numbers = self.itinerary.order[classified.first[classes[low : low + step]]]
-            parts.append(drawn.tensors(self._indices(site, numbers, whole), self._keys(numbers)))
+            parts.append(drawn.tensors(*self._drawn(site, numbers)))
         if len(parts) == 1:
             return parts[0]
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
-    def _keys(self, numbers: Numbers) -> Tensor:
-        return self.draws.keys()[torch.from_numpy(numbers)]
+    def _remembered(self, site: int) -> tuple[Tensor, Tensor]:
+        """Component indices and keys of all classes of a site. They are remembered with the itinerary, where they are few: they
+        follow from the draws, whatever the weights are."""
+        known = self.itinerary.drawn.get(site)
+        if known is not None:
+            return known[0].long(), known[1]
+        indices, keys = self._drawn(site, self.itinerary.order[self.itinerary.sites[site].first])
+        if indices.numel() <= _FEW and self.sites[site].outcomes <= 256:
+            self.itinerary.drawn[site] = indices.byte(), keys
+        return indices, keys
 
-    def _indices(self, site: int, numbers: Numbers, whole: bool) -> Tensor:
-        """The component indices of a site for some draws. Those of all its classes are remembered with the itinerary, where
-        they are few: they follow from the draws, whatever the weights are."""
-        known, drawn = self.itinerary.indices, self.sites[site]
-        if whole and site in known:
-            return known[site]
+    def _drawn(self, site: int, numbers: Numbers) -> tuple[Tensor, Tensor]:
+        """Component indices and keys of some draws."""
+        drawn = self.sites[site]
         start = drawn.posterior.offset
         with torch.inference_mode(False):  # what is remembered is used where gradients are too
-            made = self.draws[numbers.tolist()].assignments(start, start + drawn.groups, self.device)
-        if whole and made.numel() <= _FEW:
-            known[site] = made
-        return made
+            some = self.draws[numbers.tolist()]
+            return some.assignments(start, start + drawn.groups, self.device), some.keys()

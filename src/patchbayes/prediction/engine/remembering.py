@@ -2,18 +2,19 @@
 
 import threading
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
 from .counts import Work
 
 _INTERNAL = frozenset(vars(nn.Module()))
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type, slice)
-_PLAIN_TYPES = frozenset((*_PLAIN, bool))  # the same without those derived from them, which is faster to ask
+_PLAIN_TYPES = frozenset((*_PLAIN, bool)) - {slice}  # hashable, and without those derived from them: faster to ask
+_SEVERAL = (tuple, list, set, frozenset)
 _FLAT_WEIGHTS = ("_flat_weights", "_flat_weight_refs")  # recurrent layers make these anew from their parameters
 _MOST = 16  # forms of call that are remembered for a network
 
@@ -57,13 +58,13 @@ _REMEMBERED: "weakref.WeakKeyDictionary[nn.Module, Remembered]" = weakref.WeakKe
 _LOCK = threading.RLock()  # collecting garbage, which may happen anywhere, runs code of others
 
 
-def form_of(model: nn.Module, arguments: Any) -> Form:
-    """What is known of calls like this one."""
+def form_of(model: nn.Module, leaves: list[Any], spec: Any) -> Form:
+    """What is known of calls with arguments like these."""
     with _LOCK:
         remembered = _REMEMBERED.get(model)
         if remembered is None:
             remembered = _REMEMBERED[model] = Remembered()
-    return remembered.form(structure_of(model), _key(arguments))
+    return remembered.form(structure_of(model), _key(leaves, spec))
 
 
 def forms_of(model: nn.Module) -> list[Form]:
@@ -71,8 +72,7 @@ def forms_of(model: nn.Module) -> list[Form]:
     return list(_REMEMBERED[model].forms.values()) if model in _REMEMBERED else []
 
 
-def _key(arguments: Any) -> tuple[Any, ...]:
-    leaves, spec = tree_flatten(arguments)
+def _key(leaves: list[Any], spec: Any) -> tuple[Any, ...]:
     described = tuple(
         (leaf.dim(), leaf.dtype, leaf.device, _order(leaf)) if isinstance(leaf, Tensor) else _described(leaf, 2)
         for leaf in leaves
@@ -82,9 +82,10 @@ def _key(arguments: Any) -> tuple[Any, ...]:
 
 def _order(tensor: Tensor) -> str:
     """How a tensor lies in memory, where operations keep to it: channels last or not."""
-    if tensor.dim() not in (4, 5) or tensor.is_contiguous():
+    dimensions = tensor.dim()
+    if dimensions < 4 or dimensions > 5 or tensor.is_contiguous():
         return ""
-    last = torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d
+    last = torch.channels_last if dimensions == 4 else torch.channels_last_3d
     return "channels_last" if tensor.is_contiguous(memory_format=last) else ""
 
 
@@ -121,22 +122,32 @@ def _add_state(found: list[Any], module: nn.Module, seen: dict[int, Any]) -> Non
         found += (name, type(value), value)
     for tensors in (module._parameters, module._buffers):
         for name, tensor in tensors.items():
-            found += (name, tensor if tensor is None else (tensor.shape, tensor.dtype, tensor.device, _order(tensor)))
+            if tensor is None:
+                found += (name, None)
+            else:
+                found += (name, tensor.shape, tensor.dtype, tensor.device, _order(tensor))
 
 
 def _described(value: Any, depth: int) -> Any:
     """Plain values by their value, containers and plain objects by their content, all else by identity."""
-    if type(value) in _PLAIN_TYPES or isinstance(value, _PLAIN):
-        return type(value), value if not isinstance(value, slice) else str(value)
+    kind = type(value)
+    if depth and isinstance(value, dict):
+        return kind, *map(str, value), _content(value.values(), depth - 1)
+    if depth and isinstance(value, _SEVERAL) and kind is not torch.Size:
+        return kind, _content(value, depth - 1)
+    if isinstance(value, nn.Module):
+        return id(value)
+    if kind in _PLAIN_TYPES or isinstance(value, _PLAIN):
+        return kind, value if not isinstance(value, slice) else str(value)
     if isinstance(value, nn.Parameter):
         return value.shape, value.dtype, value.device
     if isinstance(value, Tensor):
-        plain = type(value) is Tensor and not value.is_inference()  # others have no version, or no memory of their own
+        plain = kind is Tensor and not value.is_inference()  # others have no version, or no memory of their own
         return (id(value), value._version, value.data_ptr()) if plain else id(value)
-    if depth and isinstance(value, list | tuple | set | frozenset):
-        return type(value), tuple(_described(one, depth - 1) for one in value)
-    if depth and isinstance(value, dict):
-        return type(value), tuple((str(key), _described(one, depth - 1)) for key, one in value.items())
-    if depth and hasattr(value, "__dict__") and not isinstance(value, nn.Module) and not callable(value):
-        return id(value), tuple((key, _described(one, depth - 1)) for key, one in vars(value).items())
+    if depth and hasattr(value, "__dict__") and not callable(value):
+        return id(value), *vars(value), _content(vars(value).values(), depth - 1)
     return id(value)
+
+
+def _content(values: Iterable[Any], depth: int) -> tuple[Any, ...]:
+    return tuple([(type(v), v) if type(v) in _PLAIN_TYPES else _described(v, depth) for v in values])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from .capture import Capture
-from .counts import fewest_together, flops, is_view, name_of, size_in_bytes
+from .counts import Cost, flops, is_view, name_of, size_in_bytes
 
 Sites = frozenset[int]
 
@@ -36,18 +36,15 @@ class Stage:
     inputs    nodes whose values it takes: inputs of the graph and outputs of other stages.
     outputs   nodes whose values others take.
     run       the values of the inputs -> those of the outputs.
-    apart     whether draws are run one after the other, however small; `fewest`: how many pay for being run together.
-    bytes     made by one operation on average, `peak` by all of them, `held` of them for other stages: for one draw, with
-              the example's sizes.
+    apart     whether draws are run one after the other, however small.
+    cost      of its operations for one draw, `held`: bytes of its outputs; with the example's sizes.
     """
 
     inputs: list[fx.Node]
     outputs: list[fx.Node]
     run: Callable[..., tuple[Any, ...]]
     apart: bool
-    fewest: int
-    bytes: float
-    peak: int
+    cost: Cost
     held: int
 
 
@@ -178,16 +175,8 @@ class Network:
         apart = apart or any(not isinstance(node.meta.get("val"), Tensor) for node in outputs)
         run = fx.GraphModule(attributes, graph).forward
         held = sum(size_in_bytes(node.meta.get("val")) for node in outputs)
-        return Stage(
-            list(inputs),
-            outputs,
-            run,
-            apart,
-            fewest_together(len(nodes)),
-            sum(made) / max(len(made), 1),
-            sum(made),
-            held,
-        )
+        cost = Cost(len(nodes), len(made), sum(map(flops, nodes)), sum(made))
+        return Stage(list(inputs), outputs, run, apart, cost, held)
 
 
 def _has_rule(node: fx.Node) -> bool:
