@@ -27,6 +27,7 @@ from .tries import Tried, Tries
 #: Steps in the logarithm of the spread: of the first look, and around the best of it; and in the slope over the depth.
 _COARSE, _FINE, _SLOPE = math.log(2.0), math.log(1.4), 1.2
 _MOST_STEPS = 6  # of the first look, in one direction
+_PREFIX_PASSES = 2 * 16  # at most, to find what lies before the first site: two inputs
 _LOOKS = 4  # places of a look at one set of layers of several
 _FIRST_SHARE = 0.25  # of the budget, for three places of the first look
 #: The deviation of the slope from its start that is expected; few examples do not move it.
@@ -66,8 +67,14 @@ class Learned:
 
 
 def scalable_sites(network: PatchedNetwork) -> list[Site]:
-    """The sites whose spread can be multiplied."""
-    return [site for site in network.sites if site.posterior.names and _scales(site)]
+    """The sites whose spread can be multiplied: not those of an explicit ensemble, whose mean network means nothing."""
+    return [site for site in network.sites if site.posterior.names and not is_member(site) and _scales(site)]
+
+
+def is_member(site: Site) -> bool:
+    """Whether one draw picks a member of the whole network (tie "network"), trained by itself: means of members say nothing."""
+    groups = site.posterior.groups()
+    return groups is not None and groups.tie == "network"
 
 
 def rigid_sites(network: PatchedNetwork) -> list[Site]:
@@ -243,7 +250,8 @@ class SpreadSearch:
         if not self._looked:
             self._looked = True
             with sites_alone_learn(self.network, self.model):
-                self._prefix = find_prefix(self.model, inputs)
+                self._prefix = find_prefix(self.model, inputs[:2])
+            self.passes += _PREFIX_PASSES
         return contextlib.nullcontext() if self._prefix is None else self._prefix.serving(self._prefix.values(inputs))
 
     def _tell(self, more: int = 0) -> None:
