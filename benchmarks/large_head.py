@@ -2,7 +2,7 @@
 
 The classes: each of CIFAR-100's is divided into ten by the looks of its images (k-means on 8 x 8 pixels, fitted to training
 images). The network: the features of the public ResNet-20 (pooled after each of its three stages, 112 numbers, frozen), a layer
-of 512 and a linear layer of 1,000, trained here on 20,000 images until it is overconfident. Only that last layer is made random,
+of 512 and a linear layer of 1,000, trained here on 20,000 images: overconfident. Only that last layer is made random,
 by `bayesianize_(..., method=..., sites="output")` on 1,500 test images; 2,000 others are scored. The rival is temperature
 scaling. The features are kept in build between runs. One record, results/large_head.json.
 
