@@ -86,6 +86,67 @@ def test_what_the_draws_disagree_on_does_not_depend_on_the_temperature(temperatu
     assert (plain.mutual_information > 1e-3).all()
 
 
+SOFTENED = {
+    "loop": {"engine": "loop"},
+    "graph": {"engine": "graph"},
+    "averages": {"statistics": "averages"},
+    "kept": {"keep_draws": True},
+}
+
+
+@pytest.mark.parametrize("way", SOFTENED)
+@pytest.mark.parametrize("softened", [0.6, 4.0])
+def test_what_the_draws_disagree_on_is_that_of_unsoftened_draws(way, softened):
+    """By the definition from every draw's own probabilities; from softened ones, as once computed, it is another number."""
+    model, x = network(probabilities=P), some_inputs()
+    draws = pb.Draws.stratified(model, 12)
+    likelihood = pb.likelihoods.Categorical().set_temperature_(0.8, draw_temperature=softened)
+    prediction = pb.predict(model, x, draws, likelihood=likelihood, **SOFTENED[way])
+    values, weights = scipy.special.softmax(explicit(model, x, draws), -1), draws.weights.numpy()
+    entropies = scipy.stats.entropy(values, axis=-1)
+    expected = scipy.stats.entropy(np.einsum("s,sbc->bc", weights, values), axis=-1) - weights @ entropies
+    rounding = {"rtol": 1e-4, "atol": 1e-6} if way == "averages" else {"rtol": 1e-9}
+    np.testing.assert_allclose(prediction.mutual_information.numpy(), expected, **rounding)
+    np.testing.assert_allclose(prediction.expected_entropy.numpy(), weights @ entropies, **rounding)
+    soft = scipy.special.softmax(np.log(values) / softened, -1)
+    np.testing.assert_allclose(prediction.averaged_probs.numpy(), np.einsum("s,sbc->bc", weights, soft), **rounding)
+    old = scipy.stats.entropy(prediction.averaged_probs.numpy(), axis=-1) - weights @ scipy.stats.entropy(soft, axis=-1)
+    assert np.abs(old / expected - 1).min() > 0.1
+    assert prediction.draw_temperature == softened
+    assert prediction.numpy()["draw_temperature"] == softened
+
+
+def test_softened_draws_hide_what_unsoftened_ones_disagree_on():
+    """Draws that contradict each other on one input and agree, less surely, on another: the first is the unfamiliar one."""
+    logits = torch.tensor([[[8.0, 0.0], [1.0, 0.0]], [[-8.0, 0.0], [0.0, 0.0]]], dtype=torch.float64)  # (S, B, C)
+    model = network()
+    draws = pb.Draws.sample(model, 2)
+    information = {}
+    for softened in (1.0, 40.0):
+        likelihood = pb.likelihoods.Categorical().set_temperature_(draw_temperature=softened)
+        found = average(iter([(Members([[0], [1]]), logits)]), draws, likelihood, True, Plan())
+        information[softened] = found.mutual_information
+        assert float(found.averaged_probs[0, 0]) == pytest.approx(0.5)
+    assert torch.equal(information[1.0], information[40.0])
+    assert float(information[40.0][0]) > 0.6  # softened to 40 the draws say 0.55 and 0.45, which is 0.005 nats
+
+
+def test_labels_disagree_as_unsoftened_draws_do_and_parts_of_them_merge():
+    model, x = network(4), some_inputs()
+    draws = pb.Draws.sample(model, 30, torch.Generator().manual_seed(2))
+    rows = torch.arange(len(x))
+    for likelihood in (pb.likelihoods.Categorical(), pb.likelihoods.Bernoulli()):
+        plain = pb.predict(model, x, draws, likelihood=likelihood)
+        likelihood.set_temperature_(draw_temperature=3.0)
+        first, second, whole = (pb.predict(model, x, d, likelihood=likelihood) for d in (draws[:10], draws[10:], draws))
+        for found in (whole, first.merged(second, rows), type(whole).concatenate([whole[:2], whole[2:]])):
+            torch.testing.assert_close(found.mutual_information, plain.mutual_information, rtol=1e-8, atol=1e-10)
+            torch.testing.assert_close(found.expected_entropy, plain.expected_entropy, rtol=1e-8, atol=1e-10)
+        assert not torch.allclose(whole.probs, plain.probs, rtol=1e-2)
+        with pytest.raises(PatchbayesError, match="expected one draw_temperature, got 3 and 1"):
+            type(whole).concatenate([whole, plain])
+
+
 def test_log_probs_stay_finite_where_tempered_probabilities_underflow():
     model = nn.Sequential(OrderedDict(fc=nn.Linear(1, 2)))
     pb.patch_(model, pb.EMP(2), "output")

@@ -6,6 +6,7 @@ from torch import nn
 
 import patchbayes as pb
 from patchbayes.errors import PatchbayesError
+from patchbayes.likelihoods import Bernoulli, Categorical
 from patchbayes.posteriors import Spread
 from patchbayes.prediction import split_information
 from patchbayes.views import Views, crops, mirror, shifts
@@ -70,6 +71,18 @@ def test_uncertainty_splits_into_views_and_draws() -> None:
     parts = split_information(prediction, mirror)
     assert torch.allclose(parts["views"] + parts["draws"], prediction.mutual_information, atol=1e-5)
     assert bool((parts["draws"] > 0).all())
+    for likelihood in (Categorical(), Bernoulli()):  # softened draws say the same of what they disagree on
+        plain, softened = (
+            pb.predict(
+                net, X, 20, likelihood=likelihood.set_temperature_(draw_temperature=t), views=mirror, keep_draws=True
+            )
+            for t in (1.0, 3.0)
+        )
+        expected, found = split_information(plain, mirror), split_information(softened, mirror)
+        for name in ("views", "draws"):
+            assert torch.allclose(found[name], expected[name], atol=1e-5)
+        assert torch.allclose(found["views"] + found["draws"], softened.mutual_information, atol=1e-5)
+        assert not torch.allclose(softened.draw_probs, plain.draw_probs, atol=0.01)
     symmetric = X + X.flip(-1)  # both views are the same: what is left of their part is the noise of ten draws
     same = split_information(pb.predict(net, symmetric, 400, views=mirror, keep_draws=True), mirror)
     assert float(same["views"].max()) < 0.1 * float(same["draws"].min())

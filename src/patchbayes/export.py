@@ -146,8 +146,8 @@ class _Averaged(nn.Module):
 
     def forward(self, *arguments: Tensor) -> tuple[Tensor, ...]:
         outputs = torch.cat([self._outputs(*part, arguments) for part in self.parts])
-        said = tempered(self.likelihood.predictive(outputs.float()), self.draw_temperature)
-        return _AVERAGES[_kind(self.likelihood)](said, self.get_buffer("weights"), self.temperature)
+        said, weights = self.likelihood.predictive(outputs.float()), self.get_buffer("weights")
+        return _AVERAGES[_kind(self.likelihood)](said, weights, self.temperature, self.draw_temperature)
 
     def _outputs(self, view: int, route: Route, held: dict[fx.Node, str], arguments: tuple[Tensor, ...]) -> Tensor:
         capture = route.network.capture
@@ -193,24 +193,32 @@ def _entropy(log_probs: Tensor) -> Tensor:
     return -torch.where(probs > 0, probs * log_probs.clamp_min(-1e4), torch.zeros_like(probs)).sum(-1)
 
 
-def _class_averages(found: Mapping[str, Tensor], weights: Tensor, temperature: float) -> tuple[Tensor, ...]:
-    log_probs = found["log_probs"]
+def _class_averages(
+    said: Mapping[str, Tensor], weights: Tensor, temperature: float, draw_temperature: float
+) -> tuple[Tensor, ...]:
+    log_probs = said["log_probs"]
     log_weights = weights.log().reshape(-1, *[1] * (log_probs.dim() - 1))
-    averaged = torch.logsumexp(log_probs + log_weights, 0)
-    tempered = averaged if temperature == 1 else torch.log_softmax(averaged / temperature, -1)
-    disagreement = _entropy(averaged) - _weighted(weights, _entropy(log_probs))
-    return tempered.exp(), _entropy(tempered), disagreement.clamp_min(0)
+    unsoftened = torch.logsumexp(log_probs + log_weights, 0)
+    disagreement = _entropy(unsoftened) - _weighted(weights, _entropy(log_probs))
+    averaged = unsoftened
+    if draw_temperature != 1:
+        averaged = torch.logsumexp(tempered(said, draw_temperature)["log_probs"] + log_weights, 0)
+    final = averaged if temperature == 1 else torch.log_softmax(averaged / temperature, -1)
+    return final.exp(), _entropy(final), disagreement.clamp_min(0)
 
 
-def _label_averages(found: Mapping[str, Tensor], weights: Tensor, temperature: float) -> tuple[Tensor, ...]:
-    logits = found["logits"]
-    pairs = torch.stack([nn.functional.logsigmoid(logits), nn.functional.logsigmoid(-logits)], -1)
-    probs, entropy, disagreement = _class_averages({"log_probs": pairs}, weights, temperature)
+def _label_averages(
+    said: Mapping[str, Tensor], weights: Tensor, temperature: float, draw_temperature: float
+) -> tuple[Tensor, ...]:
+    pairs = torch.stack([nn.functional.logsigmoid(said["logits"]), nn.functional.logsigmoid(-said["logits"])], -1)
+    probs, entropy, disagreement = _class_averages({"log_probs": pairs}, weights, temperature, draw_temperature)
     return probs[..., 0], entropy, disagreement
 
 
-def _moments(found: Mapping[str, Tensor], weights: Tensor, temperature: float) -> tuple[Tensor, ...]:
-    means, variances = (v.unsqueeze(-1) if v.dim() == 2 else v for v in (found["mean"], found["variance"]))
+def _moments(
+    said: Mapping[str, Tensor], weights: Tensor, temperature: float, _draw_temperature: float
+) -> tuple[Tensor, ...]:
+    means, variances = (v.unsqueeze(-1) if v.dim() == 2 else v for v in (said["mean"], said["variance"]))
     mean = _weighted(weights, means)
     between = temperature * _weighted(weights, (means - mean).square())
     return mean, between + temperature * _weighted(weights, variances), between

@@ -40,7 +40,8 @@ class Likelihood(nn.Module, ABC):
     draw_temperature  what each draw says of classes or labels is softened by it *before* the average, log_softmax(log p_s / t).
                       At 1 probabilities are averaged, and one draw that is sure of itself and wrong outweighs many; the higher
                       it is, the closer comes the average to that of the logits. `temperature` then sharpens the average.
-                      It means nothing for numbers, nor for the mean network.
+                      It means nothing for numbers, nor for the mean network, and has no part in what draws disagree on
+                      (`mutual_information`).
     """
 
     offers: ClassVar[str]
@@ -70,10 +71,6 @@ class Likelihood(nn.Module, ABC):
     @abstractmethod
     def predictive(self, outputs: Tensor) -> Mapping[str, Tensor]:
         """p(y | x, w_s) of every draw, in the form that `offers` asks for. outputs (D, B, ...), in double precision."""
-
-    def draw_predictive(self, outputs: Tensor) -> Mapping[str, Tensor]:
-        """`predictive` at the temperature of the draws: what `predict` averages."""
-        return tempered(self.predictive(outputs), float(self.draw_temperature))
 
     def counted(self, targets: Tensor) -> Tensor:
         """Which examples have a target at all, (B,) bool: those that have none are left out of averages."""

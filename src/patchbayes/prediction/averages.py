@@ -9,7 +9,6 @@ from torch import Tensor
 from ..draws.draws import Draws
 from ..errors import PatchbayesError
 from ..likelihoods import Likelihood
-from ..likelihoods.likelihood import tempered
 from .loop import Members, Outputs
 from .moments import MonteCarloMean
 from .plan import Plan
@@ -58,9 +57,9 @@ def _with_first(first: list[tuple[Members, Tensor]], rest: Outputs) -> Outputs:
 
 
 def predictives(
-    outputs: Outputs, likelihood: Likelihood, draw_temperature: float, expected: tuple[str, ...]
+    outputs: Outputs, likelihood: Likelihood, expected: tuple[str, ...]
 ) -> Iterator[tuple[Members, torch.dtype, Mapping[str, Tensor]]]:
-    """What each draw says by itself (D, B, ...), at its temperature, in double precision; in which to report the average."""
+    """What each draw says by itself (D, B, ...), not softened, in double precision; in which to report the average."""
     for members, values in outputs:
         found = likelihood.predictive(values.to(accumulator(values)))
         shapes = {name: tuple(value.shape) for name, value in found.items()}
@@ -69,10 +68,12 @@ def predictives(
                 f"{type(likelihood).__name__} offers a {likelihood.offers}: expected its predictive to give "
                 f"{', '.join(expected)} of shape {(*values.shape[:2], '...')}, got {shapes}."
             )
-        yield members, torch.promote_types(values.dtype, torch.float32), tempered(found, draw_temperature)
+        yield members, torch.promote_types(values.dtype, torch.float32), found
 
 
-def of_all(draws: Draws | None, plan: Plan, estimate: MonteCarloMean, temperature: float) -> dict[str, Any]:
+def of_all(
+    draws: Draws | None, plan: Plan, estimate: MonteCarloMean, temperature: float, draw_temperature: float = 1.0
+) -> dict[str, Any]:
     """The fields that every prediction has, but for the standard error."""
     size = estimate.mean.shape[:1]
     return {
@@ -84,6 +85,7 @@ def of_all(draws: Draws | None, plan: Plan, estimate: MonteCarloMean, temperatur
         "plan": plan,
         "draws_used": torch.full(size, estimate.number),
         "temperature": temperature,
+        "draw_temperature": draw_temperature,
     }
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..draws.draws import Draws
 from ..errors import PatchbayesError
 from ..likelihoods import Likelihood
+from ..likelihoods.likelihood import tempered
 from ..metrics.temperature import fit_temperature
 from .averages import Kept, of_all, predictives
 from .loop import Outputs
@@ -30,17 +31,19 @@ class ClassPrediction(Prediction):
     averaged_probs, averaged_log_probs   (B, C): p_average, before the temperature; the same at T = 1. (kept_log_probs holds the
                         latter where they were averaged by themselves, None with statistics="averages".)
     expected_entropy    (B,): (1/S) sum_s H[p(y | x, w_s)], in nats: what remains uncertain with the weights known (aleatoric).
-    draw_probs          (S, B, C) with keep_draws=True, else None.
+    unsoftened_probs    (B, C): (1/S) sum_s p(y | x, w_s); None at t = 1, where p_average is the same.
+    draw_probs          (S, B, C) with keep_draws=True, else None: p_t of every draw, whose mean is p_average.
 
-    T and t are `likelihood.temperature` and `draw_temperature`, 1 unless fitted. T changes what is said about y, not what the
+    T and t are `likelihood.temperature` and `draw_temperature`, 1 unless fitted. They change what is said about y, not what the
     draws say: `probs`, `log_probs`, `entropy`, `confidence` are tempered; `expected_entropy` and `mutual_information` are those
-    of the draws, each at t, whose sum is the entropy of p_average. (Entropies at different temperatures do not combine: their
-    difference may be negative.)
+    of the draws as they are, whose sum is the entropy of `unsoftened_probs`. (Entropies at different temperatures do not
+    combine: their difference may be negative. Softened draws are nearly uniform, and hardly disagree on anything.)
     """
 
     averaged_probs: Tensor = field(metadata=PER_INPUT)
     kept_log_probs: Tensor | None = field(default=None, metadata=PER_INPUT)
     expected_entropy: Tensor = field(metadata=PER_INPUT)
+    unsoftened_probs: Tensor | None = field(default=None, metadata=PER_INPUT)
     draw_probs: Tensor | None = field(default=None, metadata=PER_DRAW)
 
     estimate = "probs"
@@ -66,22 +69,28 @@ class ClassPrediction(Prediction):
         plan: Plan,
     ) -> Self:
         probs, log_probs, entropy = MonteCarloMean(draws, joint=temperature != 1), LogMean(), Moments()
-        kept, dtype = Kept(probs.number, keep), torch.float32
-        for members, dtype, found in predictives(outputs, likelihood, draw_temperature, ("log_probs",)):
-            draw_probs = found["log_probs"].exp()
+        kept, unsoftened, dtype = Kept(probs.number, keep), Moments(), torch.float32
+        for members, dtype, said in predictives(outputs, likelihood, ("log_probs",)):
+            draw_probs = said["log_probs"].exp()
             weights = probs.weights_of(members).to(draw_probs)
-            probs.add(members, draw_probs, weights)
-            plogp = torch.where(draw_probs > 0, draw_probs * found["log_probs"], 0.0)
+            plogp = torch.where(draw_probs > 0, draw_probs * said["log_probs"], 0.0)
             entropy.add(-plogp.sum(-1), weights)
-            log_probs.add(found["log_probs"], weights)
+            found = said["log_probs"]
+            if draw_temperature != 1:
+                unsoftened.add(draw_probs, weights)
+                found = tempered(said, draw_temperature)["log_probs"]
+                draw_probs = found.exp()
+            probs.add(members, draw_probs, weights)
+            log_probs.add(found, weights)
             kept.add(members, draw_probs.to(dtype))
         linear = None if temperature == 1 else _Tempering(log_probs.value, temperature)
         return cls(
-            **of_all(draws, plan, probs, temperature),
+            **of_all(draws, plan, probs, temperature, draw_temperature),
             standard_error=probs.standard_error(linear).to(dtype),
             averaged_probs=probs.mean.to(dtype),
             kept_log_probs=log_probs.value.to(dtype),
             expected_entropy=entropy.mean.to(dtype),
+            unsoftened_probs=None if draw_temperature == 1 else unsoftened.mean.to(dtype),
             draw_probs=kept.values,
         )
 
@@ -93,12 +102,10 @@ class ClassPrediction(Prediction):
         for members, values in outputs:
             averages.add(members, values, likelihood, before)
             del values  # before the next draw makes its own
-        probs, entropy = averages.result()
+        found = averages.result()
+        probs = found["averaged_probs"]
         return cls(
-            **fields_without_error(draws, plan, len(probs), after),
-            standard_error=unknown_like(probs),
-            averaged_probs=probs,
-            expected_entropy=entropy,
+            **fields_without_error(draws, plan, len(probs), after, before), standard_error=unknown_like(probs), **found
         )
 
     @property
@@ -137,9 +144,10 @@ class ClassPrediction(Prediction):
     def mutual_information(self) -> Tensor:
         """(B,): what the draws disagree on (epistemic): the entropy of their average minus `expected_entropy`.
 
-        Of what is averaged: T does not change it.
+        Of the draws as they are: no temperature changes it.
         """
-        return (torch.special.entr(self.averaged_probs).sum(-1) - self.expected_entropy).clamp_min(0)
+        average = self.averaged_probs if self.unsoftened_probs is None else self.unsoftened_probs
+        return (torch.special.entr(average).sum(-1) - self.expected_entropy).clamp_min(0)
 
     @property
     def answer(self) -> Tensor:
@@ -184,7 +192,9 @@ class ClassPrediction(Prediction):
     def _mixed(self, new: Self, share: Tensor) -> dict[str, Tensor]:
         column = share.reshape(-1, *[1] * (self.averaged_probs.dim() - 1))
         fewer = share.reshape(-1, *[1] * (self.expected_entropy.dim() - 1))
-        return {
+        both = (self.unsoftened_probs, new.unsoftened_probs)
+        more = {} if both[0] is None or both[1] is None else {"unsoftened_probs": torch.lerp(both[0], both[1], column)}
+        return more | {
             "averaged_probs": torch.lerp(self.averaged_probs, new.averaged_probs, column),
             "expected_entropy": torch.lerp(self.expected_entropy, new.expected_entropy, fewer),
             "kept_log_probs": torch.logaddexp(

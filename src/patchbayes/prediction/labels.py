@@ -11,6 +11,7 @@ from torch.nn.functional import logsigmoid
 from ..draws.draws import Draws
 from ..errors import PatchbayesError
 from ..likelihoods import Likelihood
+from ..likelihoods.likelihood import tempered
 from ..metrics.temperature import fit_temperature
 from .averages import Kept, of_all, predictives
 from .loop import Outputs
@@ -23,22 +24,24 @@ from .prediction import PER_DRAW, PER_INPUT, Prediction, check_shape, needed
 class LabelPrediction(Prediction):
     """The posterior predictive of labels, for B inputs and L labels (of whatever shape the network's output has).
 
-        p(y = 1 | x) = sigmoid(logit p_average / T),   p_average = (1/S) sum_s p(y = 1 | x, w_s)
+        p(y = 1 | x) = sigmoid(logit p_average / T),   p_average = (1/S) sum_s p_t(y = 1 | x, w_s)
 
     probs            (B, L): the probability that a label is present; `logits` their log-odds, `log_prob` the density.
     standard_error   (B, L): Monte-Carlo standard error of `probs`, at T other than 1 by the delta method.
     averaged_log_present, averaged_log_absent   (B, L): logarithms of p_average and 1 - p_average, before the temperature.
     expected_entropy (B, L): (1/S) sum_s H[p(y | x, w_s)] of each label, in nats (aleatoric).
-    draw_probs       (S, B, L) with keep_draws=True, else None.
+    unsoftened_probs (B, L): (1/S) sum_s p(y = 1 | x, w_s); None at t = 1, where p_average is the same.
+    draw_probs       (S, B, L) with keep_draws=True, else None: p_t of every draw, whose mean is p_average.
 
-    As in a `ClassPrediction`, `probs` and `entropy` are tempered, `expected_entropy` and `mutual_information` are those of the
-    draws as they are. All are per label: labels of one input are not independent over draws, and `log_prob` of a whole input
-    is the product of its labels' averages, as the tempered prediction treats them.
+    As in a `ClassPrediction`, p_t is a draw at the `draw_temperature`; `probs` and `entropy` are tempered, `expected_entropy`
+    and `mutual_information` are those of the draws as they are. All are per label: labels of one input are not independent over
+    draws, and `log_prob` of a whole input is the product of its labels' averages, as the tempered prediction treats them.
     """
 
     averaged_log_present: Tensor = field(metadata=PER_INPUT)
     averaged_log_absent: Tensor = field(metadata=PER_INPUT)
     expected_entropy: Tensor = field(metadata=PER_INPUT)
+    unsoftened_probs: Tensor | None = field(default=None, metadata=PER_INPUT)
     draw_probs: Tensor | None = field(default=None, metadata=PER_DRAW)
 
     estimate = "probs"
@@ -56,14 +59,17 @@ class LabelPrediction(Prediction):
         plan: Plan,
     ) -> Self:
         probs, present, absent, entropy = MonteCarloMean(draws), LogMean(), LogMean(), Moments()
-        kept, dtype = Kept(probs.number, keep), torch.float32
-        for members, dtype, found in predictives(outputs, likelihood, draw_temperature, ("logits",)):
-            draw_probs = found["logits"].sigmoid()
-            weights = probs.weights_of(members).to(draw_probs)
+        kept, unsoftened, dtype = Kept(probs.number, keep), Moments(), torch.float32
+        for members, dtype, said in predictives(outputs, likelihood, ("logits",)):
+            weights = probs.weights_of(members).to(said["logits"])
+            entropy.add(_entropy(said["logits"]), weights)
+            if draw_temperature != 1:
+                unsoftened.add(said["logits"].sigmoid(), weights)
+            logits = tempered(said, draw_temperature)["logits"]
+            draw_probs = logits.sigmoid()
             probs.add(members, draw_probs, weights)
-            entropy.add(_entropy(found["logits"]), weights)
-            present.add(logsigmoid(found["logits"]), weights)
-            absent.add(logsigmoid(-found["logits"]), weights)
+            present.add(logsigmoid(logits), weights)
+            absent.add(logsigmoid(-logits), weights)
             kept.add(members, draw_probs.to(dtype))
         error = probs.standard_error()
         if temperature != 1:  # dq / dp = q (1 - q) / (T p (1 - p))
@@ -71,11 +77,12 @@ class LabelPrediction(Prediction):
             slope = (logsigmoid(odds) + logsigmoid(-odds) - present.value - absent.value).exp() / temperature
             error = (slope * error).where(error > 0, error)
         return cls(
-            **of_all(draws, plan, probs, temperature),
+            **of_all(draws, plan, probs, temperature, draw_temperature),
             standard_error=error.to(dtype),
             averaged_log_present=present.value.to(dtype),
             averaged_log_absent=absent.value.to(dtype),
             expected_entropy=entropy.mean.to(dtype),
+            unsoftened_probs=None if draw_temperature == 1 else unsoftened.mean.to(dtype),
             draw_probs=kept.values,
         )
 
@@ -102,7 +109,11 @@ class LabelPrediction(Prediction):
     @property
     def mutual_information(self) -> Tensor:
         """(B, L): what the draws disagree on (epistemic), of the draws as they are: no temperature changes it."""
-        return (_entropy(self.averaged_log_present - self.averaged_log_absent) - self.expected_entropy).clamp_min(0)
+        if self.unsoftened_probs is None:
+            whole = _entropy(self.averaged_log_present - self.averaged_log_absent)
+        else:
+            whole = torch.special.entr(self.unsoftened_probs) + torch.special.entr(1 - self.unsoftened_probs)
+        return (whole - self.expected_entropy).clamp_min(0)
 
     @property
     def answer(self) -> Tensor:
@@ -156,6 +167,8 @@ class LabelPrediction(Prediction):
     def _mixed(self, new: Self, share: Tensor) -> dict[str, Tensor]:
         column = share.reshape(-1, *[1] * (self.expected_entropy.dim() - 1))
         fields = {"expected_entropy": torch.lerp(self.expected_entropy, new.expected_entropy, column)}
+        if self.unsoftened_probs is not None and new.unsoftened_probs is not None:
+            fields["unsoftened_probs"] = torch.lerp(self.unsoftened_probs, new.unsoftened_probs, column)
         for name in ("averaged_log_present", "averaged_log_absent"):
             fields[name] = torch.logaddexp(getattr(self, name) + (-column).log1p(), getattr(new, name) + column.log())
         return fields

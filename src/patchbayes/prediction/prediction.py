@@ -48,6 +48,7 @@ class Prediction(ABC):
     plan                 what was computed, and how much of it was shared; print it.
     draws_used           (B,) int64: S, or fewer where `tolerance` stopped early.
     temperature          T of the likelihood, with which the averaged prediction is sharpened or softened; 1: not at all.
+    draw_temperature     t of the likelihood, with which each draw was softened before the average; 1: not at all.
 
     A subclass says in `estimate` which of its properties the standard error belongs to, and in `reported` what `numpy` gives.
     """
@@ -60,6 +61,7 @@ class Prediction(ABC):
     plan: Plan
     draws_used: Tensor = field(metadata=PER_INPUT)
     temperature: float = 1.0
+    draw_temperature: float = 1.0
     standard_error: Tensor = field(metadata=PER_INPUT)
 
     estimate: ClassVar[str]
@@ -153,10 +155,10 @@ class Prediction(ABC):
                 )
             if other.num_draws != first.num_draws or not torch.equal(other.weights, first.weights):
                 raise PatchbayesError("concatenate: the predictions do not come from the same draws.")
-            if other.temperature != first.temperature:
-                raise PatchbayesError(
-                    f"concatenate: expected one temperature, got {first.temperature:g} and {other.temperature:g}."
-                )
+            for name in ("temperature", "draw_temperature"):
+                one, another = getattr(first, name), getattr(other, name)
+                if one != another:
+                    raise PatchbayesError(f"concatenate: expected one {name}, got {one:g} and {another:g}.")
             if other._fields(PER_DRAW).keys() != first._fields(PER_DRAW).keys():
                 raise PatchbayesError("concatenate: some predictions kept their draws, some did not (keep_draws).")
         joined: dict[str, Any] = {}
@@ -222,7 +224,8 @@ class Prediction(ABC):
             *self._fields(PER_DRAW),
         )
         arrays = {name: getattr(self, name).detach().cpu().numpy() for name in names}
-        return arrays | {"temperature": np.array(self.temperature), "num_draws": np.array(self.num_draws)}
+        numbers = ("temperature", "draw_temperature", "num_draws")
+        return arrays | {name: np.array(getattr(self, name)) for name in numbers}
 
     def to(self, device: torch.device | str) -> Self:
         """The same with its tensors on a device. Trainers move outputs so: a prediction can be what `predict_step` returns."""

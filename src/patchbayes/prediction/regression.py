@@ -60,7 +60,7 @@ class MeanPrediction(Prediction):
             Kept(means.number, keep and cls.varying),
         )
         dtype, origin = torch.float32, None
-        for members, dtype, found in predictives(outputs, likelihood, draw_temperature, ("mean", "variance")):
+        for members, dtype, found in predictives(outputs, likelihood, ("mean", "variance")):
             mean, variance = (v.unsqueeze(-1) if v.dim() == 2 else v for v in (found["mean"], found["variance"]))
             if mean.dim() != 3 or variance.shape != mean.shape:
                 raise PatchbayesError(

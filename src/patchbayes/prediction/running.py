@@ -21,7 +21,9 @@ MANY = 2**22
 
 
 class RunningAverages:
-    """The mean probabilities (B, ..., C) and the mean entropy (B, ...) over draws, float32.
+    """The mean probabilities (B, ..., C) of softened draws and the mean entropy (B, ...) of draws as they are, float32.
+
+    unsoftened   the mean probabilities of draws as they are; None where no draw is softened, and the two are the same.
 
     weights   (S,) of the draws; None for a single output.
     """
@@ -29,6 +31,7 @@ class RunningAverages:
     def __init__(self, number: int, weights: Tensor | None) -> None:
         self.weights = torch.ones(number, dtype=torch.float64) if weights is None else weights
         self.probs: Tensor | None = None
+        self.unsoftened: Tensor | None = None
         self.entropy: Tensor | None = None
         self.shape: torch.Size = torch.Size()
 
@@ -45,20 +48,31 @@ class RunningAverages:
     def _add_rows(
         self, rows: Tensor, start: int, number: int, weight: float, likelihood: Likelihood, temperature: float
     ) -> None:
-        found = tempered(likelihood.predictive(rows.float().unsqueeze(0)), temperature)["log_probs"][0]
-        probs = found.exp()
-        entropy = -torch.linalg.vecdot(probs, found)
+        said = likelihood.predictive(rows.float().unsqueeze(0))
+        log_probs = said["log_probs"][0]
+        probs = log_probs.exp()
+        entropy = -torch.linalg.vecdot(probs, log_probs)
         if not bool(entropy.isfinite().all()):  # classes that cannot be
             entropy = torch.special.entr(probs).sum(-1)
         if self.probs is None or self.entropy is None:
             self.probs, self.entropy = probs.new_zeros(number, probs.shape[-1]), probs.new_zeros(number)
+            self.unsoftened = torch.zeros_like(self.probs) if temperature != 1 else None
+        if self.unsoftened is not None:
+            self.unsoftened[start : start + len(rows)].add_(probs, alpha=weight)
+            probs = tempered(said, temperature)["log_probs"][0].exp()
         self.probs[start : start + len(rows)].add_(probs, alpha=weight)
         self.entropy[start : start + len(rows)].add_(entropy, alpha=weight)
 
-    def result(self) -> tuple[Tensor, Tensor]:
+    def result(self) -> dict[str, Any]:
+        """The averages as fields of a `ClassPrediction`."""
         assert self.probs is not None
         assert self.entropy is not None
-        return self.probs.reshape(*self.shape[:-1], -1), self.entropy.reshape(self.shape[:-1])
+        shape = (*self.shape[:-1], -1)
+        return {
+            "averaged_probs": self.probs.reshape(shape),
+            "unsoftened_probs": None if self.unsoftened is None else self.unsoftened.reshape(shape),
+            "expected_entropy": self.entropy.reshape(self.shape[:-1]),
+        }
 
 
 def is_large(values: Tensor) -> bool:
@@ -66,7 +80,9 @@ def is_large(values: Tensor) -> bool:
     return values.dim() > 3 and values[0].numel() > MANY
 
 
-def fields_without_error(draws: Draws | None, plan: Plan, size: int, temperature: float) -> dict[str, Any]:
+def fields_without_error(
+    draws: Draws | None, plan: Plan, size: int, temperature: float, draw_temperature: float
+) -> dict[str, Any]:
     """The fields that every prediction has, where no Monte-Carlo error was followed; but for `standard_error`."""
     number = 1 if draws is None else len(draws)
     return {
@@ -78,6 +94,7 @@ def fields_without_error(draws: Draws | None, plan: Plan, size: int, temperature
         "plan": plan,
         "draws_used": torch.full((size,), number),
         "temperature": temperature,
+        "draw_temperature": draw_temperature,
     }
 
 

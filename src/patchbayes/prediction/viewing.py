@@ -59,14 +59,18 @@ def split_information(prediction: Any, views: Any) -> dict[str, Tensor]:
 
         mutual information = (H[p] - mean_v H[p_v]) + mean_v (H[p_v] - mean_{s sees v} H[p_s])
 
-    with p_v the average of the draws that see view v. With few draws for a view, p_v is noisy, and the first part holds some
-    of what belongs to the second.
+    with p_v the average of the draws that see view v, each as it is, before any temperature; of labels, (B, L) each. With few
+    draws for a view, p_v is noisy, and the first part holds some of what belongs to the second.
 
     prediction   of `predict(model, x, draws, views=views, keep_draws=True)`.
     """
     kept = getattr(prediction, "draw_probs", None)
     if kept is None or prediction.draws is None:
         raise PatchbayesError("split_information: expected the prediction of a classifier with keep_draws=True.")
+    if not hasattr(prediction, "averaged_probs"):  # a label is present or absent
+        kept = torch.stack([kept, 1 - kept], -1)
+    if prediction.draw_temperature != 1:  # what was softened is sharpened again
+        kept = torch.softmax(prediction.draw_temperature * kept.log(), -1)
     number = len(kept)
     seen_by = torch.tensor(as_views(views, number).assigned(number, block_of(prediction.draws)), device=kept.device)
     means = [kept[seen_by == view].mean(0) for view in seen_by.unique()]
