@@ -8,6 +8,10 @@ from calibration_tables import NETWORKS, commits
 from engine_tables import circumstances
 
 
+#: A gain that is nothing but rounding has an error below this.
+_ROUNDING = 1e-6
+
+
 def bayesianize(records: list[dict[str, Any]]) -> str:
     """Scores of the public CIFAR-100 networks: mean over seeds, and the largest distance from it."""
     lines = ["| network | | NLL | ECE (floor) | accuracy |", "|---|---|---|---|---|"]
@@ -108,7 +112,7 @@ def pairs(record: dict[str, Any]) -> str:
         nll = " | ".join(f"{value:.4f}" for value in means[-1])
         lines.append(f"| {name} | {len(rows)} | {temperature:.2f} | {nll} | {_gain(rows)} | {chosen} |")
         for row in rows:
-            errors[f"{name}, seed {row['seed']}"] = row["gain"] / row["gain_error"] if row["gain_error"] else 0.0
+            errors[f"{name}, seed {row['seed']}"] = row["gain"] / max(row["gain_error"], _ROUNDING)
     nll = [statistics.fmean(column) for column in zip(*means, strict=True)]
     lines.append(f"| mean of all | | | {' | '.join(f'{value:.4f}' for value in nll)} | {nll[1] - nll[2]:+.4f} | |")
     worst = min(errors, key=lambda one: errors[one])
