@@ -7,7 +7,6 @@ from typing import Any
 from calibration_tables import NETWORKS, commits
 from engine_tables import circumstances
 
-
 #: A gain that is nothing but rounding has an error below this.
 _ROUNDING = 1e-6
 
