@@ -11,17 +11,24 @@ results/bayesianize_<network>_seed<seed>.json, with rows
 
 (cpu_seconds of making it beside epoch_cpu_seconds, an epoch of ordinary training, both in time of the processor),
 and every ECE with the floor that a perfectly calibrated model of the same confidences scores by chance. Curves over its
-options are in calibration_curves.py. --rivals instead compares it with what else can
-be done to a trained network (calibration_rivals.py), on `fashion` and `cifar_resnet20` of calibration_curves.py: 1,500
-held-out images, --rivals-scored others; one record, results/calibration_rivals.json, to which every run adds what it lacks.
+options are in calibration_curves.py.
+
+--views instead compares draws on ten views (shifts, mirrored) with the plain network on the same views and a temperature, at
+ten passes each; one record, results/bayesianize_views.json, to which every run adds what it lacks.
+
+--rivals instead compares it with what else can be done to a trained network (calibration_rivals.py), on the networks of
+calibration_curves.py: 1,500 held-out images, --rivals-scored others; one record, results/calibration_rivals.json, likewise.
 
     python benchmarks/bayesianize.py [--networks cifar_resnet20 cifar_resnet56] [--seeds 0 1 2] [--draws 20] [--budget 40000]
                                      [--scored "test[5000:]"] [--data-dir FOLDER] [--results FOLDER]
+    python benchmarks/bayesianize.py --views [--networks cifar_resnet20 ...] [--seeds 0 1 2] [--scored "test[5000:7500]"]
     python benchmarks/bayesianize.py --rivals [--networks fashion cifar_resnet20] [--seeds 0 1 2] [--rivals-scored 1000]
+                                     [--only TITLE ...]
 """
 
 import argparse
 import copy
+import json
 import os
 import time
 from collections.abc import Iterator
@@ -29,14 +36,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from calibration_rivals import contest
+from calibration_rivals import CONTESTANTS, contest
 from records import RESULTS, write_record
 from safetensors.torch import load_file
 from scoring import paired, row
 from torch import Tensor, nn
 
 import patchbayes as pb
-from patchbayes import metrics, nets
+from patchbayes import metrics, nets, views
 from patchbayes.data import Dataset, Split, read
 
 BATCH = 128
@@ -59,9 +66,15 @@ class Batches:
         return self.split.targets
 
 
-def average(model: nn.Module, batches: Batches, draws: Any) -> Tensor:
+def average(model: nn.Module, batches: Batches, draws: Any, seen: Any = None) -> Tensor:
     """The averaged log-probabilities, with the temperature of the network's likelihood."""
-    return torch.cat([part.log_probs for part in pb.prediction.predict_batches(model, batches, draws)])
+    return torch.cat([part.log_probs for part in pb.prediction.predict_batches(model, batches, draws, views=seen)])
+
+
+def pretrained(name: str, folder: Path) -> nn.Module:
+    plain: nn.Module = getattr(nets, name)()
+    plain.load_state_dict(load_file(folder / "pretrained" / f"{name.replace('cifar_', 'cifar100_')}.safetensors"))
+    return plain.eval().to(memory_format=torch.channels_last)  # a fifth faster here
 
 
 def epoch_seconds(plain: nn.Module, data: Dataset, batches: int = 12) -> float:
@@ -82,9 +95,7 @@ def epoch_seconds(plain: nn.Module, data: Dataset, batches: int = 12) -> float:
 
 
 def measure(name: str, seed: int, data: Dataset, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    plain = getattr(nets, name)()
-    plain.load_state_dict(load_file(folder / "pretrained" / f"{name.replace('cifar_', 'cifar100_')}.safetensors"))
-    plain.eval().to(memory_format=torch.channels_last)  # a fifth faster here
+    plain = pretrained(name, folder)
     held_out, scored = Batches(data, data.part("test[:5000]")), Batches(data, data.part(options.scored))
     targets = scored.targets
     reference = metrics.fit_temperature(average(plain, held_out, "mean"), held_out.targets)
@@ -136,6 +147,31 @@ def measure(name: str, seed: int, data: Dataset, folder: Path, options: argparse
     }
 
 
+def measure_views(name: str, seed: int, data: Dataset, folder: Path, scored: str) -> dict[str, Any]:
+    """Ten draws, each on a view of its own, against the plain network on the same ten views, on the same images."""
+    seen = views.shifts()
+    plain, model = (pretrained(name, folder) for _ in range(2))
+    held_out, fresh = Batches(data, data.part("test[:5000]")), Batches(data, data.part(scored))
+    pb.calibrate_(plain, held_out, seed=seed, views=seen)
+    worked = time.process_time()
+    report = pb.bayesianize_(model, held_out, draws=len(seen), seed=seed, views=seen)
+    worked = time.process_time() - worked
+    print(report, flush=True)
+    rival, found = average(plain, fresh, "mean", seen), average(model, fresh, len(seen), seen)
+    return {
+        "network": name,
+        "seed": seed,
+        "scored": scored,
+        "images": len(fresh.targets),
+        "views": seen.name,
+        "passes": len(seen),
+        "plain": row(rival, fresh.targets),
+        "bayesianized": row(found, fresh.targets) | paired(found, rival, fresh.targets),
+        "chosen": report.chosen,
+        "cpu_seconds": worked,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--networks", nargs="+")
@@ -144,6 +180,10 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=40_000)
     parser.add_argument("--rivals", action="store_true", help="compare with what else can be done to a trained network")
     parser.add_argument("--rivals-scored", type=int, default=1000)
+    parser.add_argument("--only", nargs="+", choices=CONTESTANTS, help="of the rivals, those with these titles")
+    parser.add_argument(
+        "--views", action="store_true", help="compare draws on views with the plain network on the same"
+    )
     parser.add_argument("--scored", default="test[5000:]")
     parser.add_argument("--data-dir", type=Path, default=os.environ.get("PATCHBAYES_DATA", "."))
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -153,11 +193,19 @@ def main() -> None:
     folder = Path(options.data_dir)
     if options.rivals:
         networks = options.networks or ["fashion", "cifar_resnet20"]
-        contest(networks, options.seeds, options.rivals_scored, folder, options.results)
+        contest(networks, options.seeds, options.rivals_scored, folder, options.results, options.only or CONTESTANTS)
         return
     data = read("cifar100", folder, held_out=0.0)
+    path = options.results / "bayesianize_views.json"
+    rows = json.loads(path.read_text())["rows"] if options.views and path.exists() else []
     for seed in options.seeds:
         for name in options.networks or ["cifar_resnet20", "cifar_resnet56"]:
+            if options.views:
+                if not any((one["network"], one["seed"]) == (name, seed) for one in rows):
+                    rows.append(measure_views(name, seed, data, folder, options.scored))
+                    print(json.dumps(rows[-1]), flush=True)
+                    write_record("bayesianize_views", {"rows": rows}, options.results)
+                continue
             record = measure(name, seed, data, folder, options)
             print(f"{name}, seed {seed}: {record['seconds']['all']:.0f} s")
             for title, values in record["rows"].items():

@@ -10,10 +10,10 @@
 on two image classifiers,
 
     fashion         small_resnet, trained here on 2,000 images of 14 x 14 pixels until it fits them: overconfident
-    cifar_resnet20  trained by others on CIFAR-100
+    cifar_resnet20  trained by others on CIFAR-100 (so was cifar_resnet56)
 
-and for the costs also on a text classifier (`intents` of pairs.py). Held-out examples and scored ones are parts of the test
-data that do not overlap. One record, results/calibration_curves.json; a part that is in it is not measured again.
+and for the costs also on two text classifiers (`intents` and `requests` of pairs.py). Held-out examples and scored ones are
+parts of the test data that do not overlap. One record, results/calibration_curves.json; what it holds is not measured again.
 
     python benchmarks/calibration_curves.py [--networks fashion ...] [--curves data ...] [--seeds 0 1 2] [--scored 1000]
                                             [--data-dir FOLDER] [--results FOLDER] [--anew]
@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from bundle_fashion import halved
 from pairs import PAIRS
-from records import RESULTS, write_record
+from records import RESULTS, commit, write_record
 from safetensors.torch import load_file, save_file
 from scoring import paired, row
 from torch import Tensor, nn
@@ -68,13 +68,17 @@ class Subject:
     training: tuple[Tensor, Tensor] | None = None
 
     def held_out(self, number: int) -> list[tuple[Tensor, Tensor]]:
-        """The first examples of the pool that is never scored, so many."""
+        """The first examples of the pool that is never scored, so many, or all."""
+        number = min(number, self.pool)
         x, y = self.inputs(self.raw[:number]), self.targets[:number]
         return list(zip(x.split(BATCH), y.split(BATCH), strict=True))
 
     def scored(self, number: int) -> tuple[Tensor, Tensor]:
-        pool = min(POOL, len(self.targets) // 2)
-        return self.raw[pool : pool + number], self.targets[pool : pool + number]
+        return self.raw[self.pool : self.pool + number], self.targets[self.pool : self.pool + number]
+
+    @property
+    def pool(self) -> int:
+        return min(POOL, len(self.targets) // 2)
 
 
 def fashion(folder: Path) -> Subject:
@@ -93,9 +97,9 @@ def fashion(folder: Path) -> Subject:
     return Subject(network, halved(raw), classes, inputs, material.unfamiliar, material.train)
 
 
-def cifar(folder: Path) -> Subject:
-    network = nets.cifar_resnet20()
-    network.load_state_dict(load_file(folder / "pretrained" / "cifar100_resnet20.safetensors"))
+def cifar(depth: int, folder: Path) -> Subject:
+    network: nn.Module = getattr(nets, f"cifar_resnet{depth}")()
+    network.load_state_dict(load_file(folder / "pretrained" / f"cifar100_resnet{depth}.safetensors"))
     network.eval().to(memory_format=torch.channels_last)
     data = read("cifar100", folder, held_out=0.0)
     raw, classes = data.test.fetch(torch.arange(len(data.test)))
@@ -105,14 +109,22 @@ def cifar(folder: Path) -> Subject:
     return Subject(network, raw, classes, inputs, inputs(fitted(foreign, data.input_shape)), (inputs(some), of))
 
 
-def intents(folder: Path) -> Subject:
+def text(pair: str, folder: Path) -> Subject:
     torch.manual_seed(0)
-    pair = PAIRS["intents"](folder)
-    order = torch.randperm(len(pair.targets), generator=torch.Generator().manual_seed(0))
-    return Subject(pair.network, pair.inputs[order], pair.targets[order], lambda tokens: tokens)
+    made = PAIRS[pair](folder)
+    order = torch.randperm(len(made.targets), generator=torch.Generator().manual_seed(0))
+    return Subject(made.network, made.inputs[order], made.targets[order], lambda tokens: tokens)
 
 
-SUBJECTS: dict[str, Callable[[Path], Subject]] = {"fashion": fashion, "cifar_resnet20": cifar, "intents": intents}
+SUBJECTS: dict[str, Callable[[Path], Subject]] = {
+    "fashion": fashion,
+    "cifar_resnet20": functools.partial(cifar, 20),
+    "cifar_resnet56": functools.partial(cifar, 56),
+    "intents": functools.partial(text, "intents"),
+    "requests": functools.partial(text, "requests"),
+}
+#: Text has no views and no corruptions here: only its costs are measured.
+TEXT = ("intents", "requests")
 
 
 def log_probs(model: nn.Module, x: Tensor, draws: Any, seen: Any = None) -> Tensor:
@@ -282,7 +294,7 @@ CURVES: dict[str, Callable[[Subject, int, int], Any]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--networks", nargs="+", default=list(SUBJECTS), choices=SUBJECTS)
+    parser.add_argument("--networks", nargs="+", default=["fashion", "cifar_resnet20", "intents"], choices=SUBJECTS)
     parser.add_argument("--curves", nargs="+", default=list(CURVES), choices=CURVES)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--scored", type=int, default=1000)
@@ -297,7 +309,7 @@ def main() -> None:
     subject = functools.cache(lambda name: SUBJECTS[name](Path(options.data_dir)))
     for curve in options.curves:
         for name in options.networks:
-            if name == "intents" and curve != "cost":
+            if name in TEXT and curve != "cost":
                 continue
             for seed in options.seeds:
                 cell = {"curve": curve, "network": name, "seed": seed}
@@ -306,7 +318,7 @@ def main() -> None:
                     continue
                 found = CURVES[curve](subject(name), seed, options.scored)
                 cells = [one for one in cells if one not in known]
-                cells.append(cell | {"scored": options.scored, "found": found})
+                cells.append(cell | {"scored": options.scored, "commit": commit(), "found": found})
                 write_record("calibration_curves", {"cells": cells}, options.results)
                 print(json.dumps(cells[-1]), flush=True)
 

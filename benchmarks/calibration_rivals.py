@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from calibration_curves import BATCH, DRAWS, SUBJECTS, log_probs, made
-from records import write_record
+from records import commit, write_record
 from rivals import _insert_dropout_, define_torchvision_operators
 from scoring import paired, row
 from torch import Tensor, nn
@@ -36,7 +36,7 @@ import patchbayes as pb
 from patchbayes import metrics, views
 
 FEW = 300
-OURS, MEAN = "bayesianize_", "bayesianize_, its mean network"
+OURS, MEAN, VIEWED = "bayesianize_", "bayesianize_, its mean network", "bayesianize_ on ten views"
 SIZES, RATES = (0.03, 0.06, 0.1, 0.16), (0.005, 0.015, 0.04, 0.1)
 
 Predict = Callable[[Tensor], Tensor]
@@ -303,7 +303,11 @@ def missing(rival: Rival) -> str | None:
     return f"the package {rival.package} is not installed" if absent else None
 
 
-def contest(networks: list[str], seeds: list[int], scored: int, folder: Path, results: Path) -> None:
+#: What a run can be asked to measure; the mean network comes with OURS.
+CONTESTANTS = [OURS, VIEWED, *RIVALS]
+
+
+def contest(networks: list[str], seeds: list[int], scored: int, folder: Path, results: Path, titles: list[str]) -> None:
     """Measure what the record lacks: ours, then every rival on every network, those that depend on a seed with every seed."""
     path = results / "calibration_rivals.json"
     rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"] if path.exists() else []
@@ -317,23 +321,28 @@ def contest(networks: list[str], seeds: list[int], scored: int, folder: Path, re
         reference = temperature(Material(subject.network, together, subject.training, 0))(x)
 
         def keep(title: str, seed: int, found: Tensor, **more: Any) -> None:
-            one = {"network": name, "title": title, "seed": seed, "scored": scored}  # noqa: B023
+            one = {"network": name, "title": title, "seed": seed, "scored": scored, "commit": commit()}  # noqa: B023
             one |= row(found, targets) | paired(found, reference, targets) | more  # noqa: B023
             print(json.dumps(one), flush=True)
             rows.append(one)
-            write_record("calibration_rivals", {"rows": rows, "training": len(subject.training[1])}, results)  # noqa: B023
+            write_record("calibration_rivals", {"rows": rows}, results)
 
-        def known(title: str, seed: int) -> bool:
-            return any((r["network"], r["title"], r["seed"]) == (name, title, seed) for r in rows)  # noqa: B023
+        def wanted(title: str, seed: int) -> bool:
+            known = [(r["network"], r["title"], r["seed"], r["scored"]) for r in rows]
+            return title in titles and (name, title, seed, scored) not in known  # noqa: B023
 
         for seed in seeds:
             material = Material(subject.network, together, subject.training, seed)
-            if not known(OURS, seed):
+            if wanted(OURS, seed):
                 model, how = made(subject, 1500, seed)
                 keep(OURS, seed, log_probs(model, x, DRAWS), **how | {"passes": DRAWS, "trained_on": 0})
                 keep(MEAN, seed, log_probs(model, x, "mean"), passes=1, trained_on=0)
+            if wanted(VIEWED, seed):
+                model, how = made(subject, 1500, seed, views=views.shifts())
+                found = log_probs(model, x, DRAWS, views.shifts())
+                keep(VIEWED, seed, found, **how | {"passes": DRAWS, "trained_on": 0})
             for title, rival in RIVALS.items():
-                if known(title, seed) or (seed != seeds[0] and not rival.random):
+                if not wanted(title, seed) or (seed != seeds[0] and not rival.random):
                     continue
                 if missing(rival):
                     print(f"{title}: {missing(rival)}")
@@ -341,5 +350,5 @@ def contest(networks: list[str], seeds: list[int], scored: int, folder: Path, re
                 worked = time.process_time()
                 predict = rival.make(material)
                 worked = time.process_time() - worked
-                epochs = len(subject.training[1]) if rival.trains else 0
-                keep(title, seed, predict(x), passes=rival.passes, trained_on=epochs, cpu_seconds=worked)
+                images = len(subject.training[1]) if rival.trains else 0
+                keep(title, seed, predict(x), passes=rival.passes, trained_on=images, cpu_seconds=worked)

@@ -1,10 +1,16 @@
-"""The tables of docs/calibration.md, from results/calibration_curves.json and results/calibration_rivals.json."""
+"""The curves of docs/calibration.md, from results/calibration_curves.json."""
 
 import statistics
 from collections.abc import Callable
 from typing import Any
 
-_NETWORKS = {"fashion": "small_resnet, Fashion", "cifar_resnet20": "ResNet-20, CIFAR-100", "intents": "words, CLINC150"}
+NETWORKS = {
+    "fashion": "small_resnet, Fashion",
+    "cifar_resnet20": "ResNet-20, CIFAR-100",
+    "cifar_resnet56": "ResNet-56, CIFAR-100",
+    "intents": "words, CLINC150",
+    "requests": "MiniLM, CLINC150",
+}
 
 
 def _cells(record: dict[str, Any], curve: str) -> list[dict[str, Any]]:
@@ -21,9 +27,15 @@ def _measured(record: dict[str, Any], cells: list[dict[str, Any]]) -> str:
     machine = record["machine"]
     return (
         f"{' or '.join(map(str, scored))} scored examples, seed {', '.join(map(str, seeds))}; ± the standard error of the "
-        f"paired gain over them. On {machine['processor']}, {machine['threads']} thread, commit {record['commit']}. "
+        f"paired gain over them. On {machine['processor']}, {machine['threads']} thread, {commits(cells)}. "
         "Command: `python benchmarks/calibration_curves.py`."
     )
+
+
+def commits(measured: list[dict[str, Any]]) -> str:
+    """From which commits; parts that do not name theirs are from 0.2.0 before 2026-11-17."""
+    found = list(dict.fromkeys(one.get("commit", "of 0.2.0 before 9497ebb") for one in measured))
+    return f"commit{'s' if len(found) > 1 else ''} {', '.join(found)}"
 
 
 def data(record: dict[str, Any]) -> str:
@@ -36,7 +48,7 @@ def data(record: dict[str, Any]) -> str:
     for cell in cells:
         for row in cell["found"]:
             lines.append(
-                f"| {_NETWORKS[cell['network']]} | {row['held_out']:,} | {row['rival_nll']:.4f} | {row['nll']:.4f} "
+                f"| {NETWORKS[cell['network']]} | {row['held_out']:,} | {row['rival_nll']:.4f} | {row['nll']:.4f} "
                 f"| {_gain(row)} | {row['chosen']} |"
             )
     return "\n".join([*lines, "", f"NLL, both fitted to the same examples. {_measured(record, cells)}"])
@@ -50,7 +62,7 @@ def budget(record: dict[str, Any]) -> str:
         most = max(cell["found"], key=lambda row: row["budget"])
         for row in cell["found"]:
             lines.append(
-                f"| {_NETWORKS[cell['network']]} | {row['budget']:,} | {row['nll']:.4f} | {row['nll'] - most['nll']:+.4f} "
+                f"| {NETWORKS[cell['network']]} | {row['budget']:,} | {row['nll']:.4f} | {row['nll'] - most['nll']:+.4f} "
                 f"| {row['cpu_seconds']:.0f} |"
             )
     return "\n".join([*lines, "", _measured(record, cells)])
@@ -65,7 +77,7 @@ def cost(record: dict[str, Any]) -> str:
     ]
     for cell in cells:
         for row in cell["found"]:
-            where = f"| {_NETWORKS[cell['network']]} | {row['title']} | {row['passes_allowed']:g} "
+            where = f"| {NETWORKS[cell['network']]} | {row['title']} | {row['passes_allowed']:g} "
             if "refused" in row:
                 lines.append(f"{where}| refused: the last layer alone costs more | | |")
                 continue
@@ -83,7 +95,7 @@ def views(record: dict[str, Any]) -> str:
     for cell in cells:
         for row in cell["found"]:
             lines.append(
-                f"| {_NETWORKS[cell['network']]} | {row['views']} | {row['rival_passes']}, {row['draws']} "
+                f"| {NETWORKS[cell['network']]} | {row['views']} | {row['rival_passes']}, {row['draws']} "
                 f"| {row['rival_nll']:.4f} | {row['nll']:.4f} | {_gain(row)} | {row['chosen']} |"
             )
     return "\n".join([*lines, "", _measured(record, cells)])
@@ -103,7 +115,7 @@ def shift(record: dict[str, Any]) -> str:
             means = [statistics.fmean(scores[kind]) for kind in kinds]
             gain = _gain(found["gains"][name]) if name != "temperature scaling" else ""
             lines.append(
-                f"| {_NETWORKS[cell['network']]} | {name} | {found['clean'][name]['nll']:.3f} "
+                f"| {NETWORKS[cell['network']]} | {name} | {found['clean'][name]['nll']:.3f} "
                 f"| {' | '.join(f'{mean:.3f}' for mean in means)} | {statistics.fmean(means):.3f} | {gain} |"
             )
     return "\n".join([*lines, "", f"NLL, means over the severities 1 to 3. {_measured(record, cells)}"])
@@ -116,45 +128,10 @@ def telling(record: dict[str, Any]) -> str:
     for cell in cells:
         for name, row in cell["found"]["telling"].items():
             lines.append(
-                f"| {_NETWORKS[cell['network']]} | {name} | {row['ood_auroc']:.3f} | {row['error_auroc']:.3f} "
+                f"| {NETWORKS[cell['network']]} | {name} | {row['ood_auroc']:.3f} | {row['error_auroc']:.3f} "
                 f"| {row['aurc']:.4f} |"
             )
     return "\n".join([*lines, "", _measured(record, cells)])
-
-
-def rivals(record: dict[str, Any]) -> str:
-    """What else can be done to a trained network: mean over seeds, the paired gain on temperature scaling."""
-    lines = [
-        "| network | | NLL | gain on temperature scaling | ECE (floor) | accuracy | passes | training images | seeds |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for network in dict.fromkeys(row["network"] for row in record["rows"]):
-        own = [row for row in record["rows"] if row["network"] == network]
-        for title in dict.fromkeys(row["title"] for row in own):
-            rows = [row for row in own if row["title"] == title]
-            mean = {key: statistics.fmean(row[key] for row in rows) for key in ("nll", "ece", "ece_floor", "accuracy")}
-            gain = statistics.fmean(row["gain"] for row in rows)
-            error = statistics.fmean(row["gain_error"] for row in rows)
-            name = f"`{title}`" if title == "bayesianize_" else title
-            lines.append(
-                f"| {_NETWORKS[network]} | {name} | {mean['nll']:.4f} "
-                f"| {'' if title == 'temperature scaling' else f'{gain:+.4f} ± {error:.4f}'} | {100 * mean['ece']:.1f} % "
-                f"({100 * mean['ece_floor']:.1f} %) | {100 * mean['accuracy']:.1f} % | {rows[0]['passes']:g} "
-                f"| {rows[0]['trained_on']:,} | {len(rows)} |"
-            )
-    shares = [row["patch_share"] for row in record["rows"] if "patch_share" in row]
-    scored = sorted({row["scored"] for row in record["rows"]})
-    machine = record["machine"]
-    lines += [
-        "",
-        "1,500 held-out images choose and calibrate, "
-        f"{' or '.join(map(str, scored))} others are scored; every rival has a temperature of its own. ± the standard error "
-        "of the paired gain over the images (its mean over the seeds). Rivals that train see some training images once. The "
-        f"patches of `bayesianize_` take {100 * min(shares):.0f} to {100 * max(shares):.0f} % of the network. "
-        f"On {machine['processor']}, {machine['threads']} thread, commit {record['commit']}. "
-        "Command: `python benchmarks/bayesianize.py --rivals`.",
-    ]
-    return "\n".join(lines)
 
 
 #: By the name in a page: the record, and what makes the table of it.
@@ -165,5 +142,4 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "calibration_views": ("calibration_curves", views),
     "calibration_shift": ("calibration_curves", shift),
     "calibration_telling": ("calibration_curves", telling),
-    "calibration_rivals": ("calibration_rivals", rivals),
 }

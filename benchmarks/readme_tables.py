@@ -10,6 +10,7 @@ from typing import Any
 
 import calibration_tables
 import scaling_tables
+import trained_tables
 from engine_tables import (
     NAMES,
     before_after,
@@ -24,6 +25,7 @@ from engine_tables import (
 from family_tables import family, gradient_variance, probabilities
 from integration_tables import matrix, selective, sklearn_sets
 from regime_tables import before_and_after, ensembles, front, regimes
+from trained_tables import mean_and_reach
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -205,77 +207,6 @@ def _times(row: dict[str, Any]) -> str:
     return f"{'~' if row['scaled'] else ''}{row['times_unpatched']:.2g}"
 
 
-def bayesianize(records: list[dict[str, Any]]) -> str:
-    """Scores of the public CIFAR-100 networks: mean over seeds, and the largest distance from it."""
-    lines = ["| network | | NLL | ECE (floor) | accuracy |", "|---|---|---|---|---|"]
-    for network in dict.fromkeys(_network(record) for record in records):
-        own = [record for record in records if _network(record) == network]
-        shared = [title for title in own[0]["rows"] if all(title in record["rows"] for record in own)]
-        for title in shared:
-            rows = [record["rows"][title] for record in own]
-            floor = statistics.fmean(row["ece_floor"] for row in rows)
-            cells = [
-                _mean_and_reach([row["nll"] for row in rows], 4, ""),
-                f"{_mean_and_reach([100 * row['ece'] for row in rows], 2, ' %')} ({100 * floor:.2f} %)",
-                _mean_and_reach([100 * row["accuracy"] for row in rows], 2, " %"),
-            ]
-            lines.append(f"| {network} | {title} | {' | '.join(cells)} |")
-    seeds = ", ".join(str(seed) for seed in sorted({record["seed"] for record in records}))
-    minutes = ", ".join(f"{record['seconds']['all'] / 60:.0f}" for record in records)
-    passes = max(record["passes"]["learning"] for record in records)
-    scoring = max(record["passes"]["scoring"] for record in records)
-    sizes = {_network(record): record["patch_file_bytes"] / record["model_bytes"] for record in records}
-    share = " and ".join(f"{100 * size:.1f} % ({name})" for name, size in sizes.items())
-    lines += [
-        "",
-        "CIFAR-100, networks trained by others; of the test images 0-4999, 1,500 by chance choose spread and temperatures (the "
-        "temperature of the original is fitted to all 5,000), 5000-9999 are "
-        f"scored. Mean over the seeds {seeds}, ± the largest distance from it; the floor "
-        "is what a perfectly calibrated network would score by chance. The patch file has the size of "
-        f"{share} of the network. At most {passes:,} image-passes to choose and {scoring:,} for the last scores; one core, "
-        f"shared with much other work, {minutes} minutes; {circumstances(records[0])}. "
-        "Command: `python benchmarks/bayesianize.py`.",
-    ]
-    return "\n".join(lines)
-
-
-def trained(records: list[dict[str, Any]]) -> str:
-    """One sentence: NLL of the public CIFAR-100 networks, with a temperature alone and with draws."""
-    parts = []
-    for network in dict.fromkeys(_network(record) for record in records):
-        rows = [record["rows"] for record in records if _network(record) == network]
-        before, after = (
-            statistics.fmean(row[title]["nll"] for row in rows) for title in ("temperature", "bayesianized S=20")
-        )
-        parts.append(f"{before:.3f} to {after:.3f} ({network.replace('resnet', 'ResNet-')})")
-    seeds = len({record["seed"] for record in records})
-    return f"NLL on CIFAR-100, from temperature scaling to this: {', '.join(parts)}; {seeds} seeds ([guide](docs/guide.md))."
-
-
-def pairs(record: dict[str, Any]) -> str:
-    """Small networks of many kinds: NLL on fresh data, mean over seeds, and the gain with its paired standard error."""
-    lines = [
-        "| network and data | best temperature | original | temperature scaling | `bayesianize_` | gain | chosen |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for name, rows in record["rows"].items():
-        nll = [f"{statistics.fmean(row['nll'][kind] for row in rows):.4f}" for kind in rows[0]["nll"]]
-        gain = statistics.fmean(row["gain"] for row in rows)
-        error = statistics.fmean(row["gain_error"] ** 2 for row in rows) ** 0.5 / len(rows) ** 0.5
-        temperature = statistics.fmean(row["temperature"] for row in rows)
-        chosen = ", ".join(row["chosen"] for row in rows)
-        lines.append(f"| {name} | {temperature:.2f} | {' | '.join(nll)} | {gain:.4f} ± {error:.4f} | {chosen} |")
-    seeds = ", ".join(str(seed) for seed in sorted({row["seed"] for rows in record["rows"].values() for row in rows}))
-    return "\n".join(
-        [
-            *lines,
-            "",
-            f"NLL on data that neither has seen, mean over the seeds {seeds} (of the training too), ± the standard error of "
-            f"the paired gain. Measured {circumstances(record)}. Command: `{record['command']}`.",
-        ]
-    )
-
-
 def from_scratch(records: list[dict[str, Any]]) -> str:
     """Variants of training at equal epochs: mean over seeds and the largest distance from it."""
     lines = [
@@ -287,27 +218,16 @@ def from_scratch(records: list[dict[str, Any]]) -> str:
         where = f"{settings['data']}, {settings['epochs']}, {', '.join(map(str, settings['seeds']))}"
         for name, rows in record["rows"].items():
             cells = [
-                _mean_and_reach([100 * row["accuracy"] for row in rows], 2, " %"),
-                _mean_and_reach([row["nll"] for row in rows], 4, ""),
-                _mean_and_reach([100 * row["ece"] for row in rows], 2, " %"),
-                _mean_and_reach([row["mutual_information"] for row in rows], 4, ""),
+                mean_and_reach([100 * row["accuracy"] for row in rows], 2, " %"),
+                mean_and_reach([row["nll"] for row in rows], 4, ""),
+                mean_and_reach([100 * row["ece"] for row in rows], 2, " %"),
+                mean_and_reach([row["mutual_information"] for row in rows], 4, ""),
             ]
             lines.append(f"| {where} | {name} | {' | '.join(cells)} |")
     commands = "; ".join(f"`{record['command']}` (commit {record['commit']})" for record in records)
     return "\n".join(
         [*lines, "", f"`small_cnn`, 20 draws, mean over seeds ± the largest distance from it. Commands: {commands}."]
     )
-
-
-def _network(record: dict[str, Any]) -> str:
-    """By the record's name."""
-    return str(record["benchmark"].removeprefix("bayesianize_cifar_").partition("_seed")[0])
-
-
-def _mean_and_reach(values: list[float], digits: int, unit: str) -> str:
-    mean = statistics.fmean(values)
-    reach = max(abs(value - mean) for value in values)
-    return f"{mean:.{digits}f}{unit}" + (f" ± {reach:.{digits}f}" if reach else "")
 
 
 #: Pages with tables, and the tables that they can hold with the record each is made from.
@@ -324,9 +244,6 @@ PAGES = (
     "docs/training.md",
 )
 TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
-    "bayesianize": ("bayesianize_*_seed?", bayesianize),
-    "trained": ("bayesianize_*_seed?", trained),
-    "pairs": ("pairs", pairs),
     "front": ("regime_fashion", front),
     "regimes": ("regime_*", regimes),
     "ensembles": ("ensemble_*", ensembles),
@@ -344,6 +261,7 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "large": ("prediction_bert_head", large),
     "resident": ("resident", resident),
     **calibration_tables.TABLES,
+    **trained_tables.TABLES,
     "family": ("family_[fu]*", family),
     "probabilities": ("family_probabilities", probabilities),
     "gradient_variance": ("gradient_variance", gradient_variance),

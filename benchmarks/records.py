@@ -26,14 +26,20 @@ def write_record(name: str, content: dict[str, Any], folder: Path = RESULTS) -> 
     return path
 
 
-def _circumstances() -> dict[str, Any]:
+def commit() -> str:
+    """The commit in short, with "-dirty" where the package differs from it."""
+
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], capture_output=True, text=True, cwd=RESULTS.parent).stdout.strip()
 
+    return git("rev-parse", "--short", "HEAD") + ("-dirty" if git("status", "--porcelain", "src") else "")
+
+
+def _circumstances() -> dict[str, Any]:
     return {
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
-        "commit": git("rev-parse", "--short", "HEAD") + ("-dirty" if git("status", "--porcelain", "src") else ""),
+        "commit": commit(),
         "machine": {"cores": os.cpu_count(), "processor": _processor(), "threads": torch.get_num_threads()},
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
     }
