@@ -12,6 +12,9 @@ Contestants: "plain" (the original network, temperature scaling, `bayesianize_`)
 Where there are several rates or levels of noise, all are trained with the first seed, and the one with the least NLL on its
 held-out examples, in its better form, is trained with the others. The record keeps what was found.
 
+With --reuse, the results of the kinds that it names are those of the record that is there, which were made by the same code;
+the new record says from which commit they are. All else is trained.
+
 Each result is kept in --work as it comes, so that a stopped run goes on. At the end results/regime_<regime>.json is written;
 for "fashion" also the record that the demo shows. With --members, ensembles alone are trained, into
 results/ensemble_<regime>.json.
@@ -36,7 +39,7 @@ from intents_regime import intents
 from records import RESULTS, write_record
 
 from patchbayes.cli.demo import RECORD
-from patchbayes.cli.demo_study import DRAWS, Material, contest, fashion, patched
+from patchbayes.cli.demo_study import DRAWS, Material, contest, fashion, optimizer_of, patched
 from patchbayes.data import read
 from patchbayes.files import write_atomically
 from patchbayes.nets import small_resnet
@@ -88,7 +91,7 @@ def _network(seed: int) -> torch.nn.Module:
 def training_step(material: Material, contestant: str) -> Callable[[], None]:
     """A training step of a contestant of `contest`."""
     network = patched(material, contestant, 0).train()
-    optimizer = torch.optim.Adam(network.parameters(), material.learning_rate)
+    optimizer = optimizer_of(network, contestant, material.learning_rate)
     x, y = (part[: material.batch] for part in material.train)
 
     def step() -> None:
@@ -116,9 +119,9 @@ REGIMES = {
         uci_regime.contest,
         uci_regime.step,
         rates=(0.02, 0.05, 0.1),
-        noises=(0.0, 0.5, 1.0),
+        noises=(0.0, 0.25, 0.5, 1.0),
     ),
-    "cifar": Regime(20, cifar, contest, training_step, rates=(0.1, 0.2), noises=(0.5, 1.0)),
+    "cifar": Regime(20, cifar, contest, training_step, rates=(0.1, 0.2), noises=(0.25, 0.5, 1.0)),
     "intents": Regime(6, intents, contest, training_step, rates=(0.1, 0.2)),
 }
 
@@ -135,6 +138,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--data-dir", help="where the data lies")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "from_scratch")
+    parser.add_argument("--reuse", nargs="+", choices=("plain", "dropout"), default=[], help="of the present record")
     parser.add_argument("--only-train", action="store_true", help="write no record yet")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -144,8 +148,13 @@ def main() -> None:
     first = options.seeds[0]
     options.work.mkdir(parents=True, exist_ok=True)
     made: dict[int, Any] = {}
+    present = json.loads((RESULTS / f"regime_{options.regime}.json").read_text()) if options.reuse else {}
+    if present and (present["epochs"], present["seed_numbers"]) != (epochs, options.seeds):
+        raise SystemExit("--reuse: the present record has other epochs or seeds")
 
     def result(contestant: str, seed: int) -> dict[str, Any]:
+        if contestant.partition(":")[0] in options.reuse:
+            return dict(present["seeds"][options.seeds.index(seed)][contestant])
         file = options.work / f"{options.regime}_{epochs}_{seed}_{contestant.replace(':', '-')}.json"
         if not file.exists():
             if seed not in made:
@@ -161,8 +170,12 @@ def main() -> None:
         content = {"epochs": epochs, "members": options.members, "seed_numbers": options.seeds, "seeds": ensembles}
         print(f"wrote {write_record(f'ensemble_{options.regime}', content)}")
         return
+    if "dropout" in options.reuse:
+        rates = {float(rate): nll for rate, nll in present["search"]["dropout"].items()}
+    else:
+        rates = {rate: held_out(result(f"dropout:{rate:g}", first)) for rate in options.rates or regime.rates}
     search = {
-        "dropout": {rate: held_out(result(f"dropout:{rate:g}", first)) for rate in options.rates or regime.rates},
+        "dropout": rates,
         "mixed": {noise: held_out(result(f"mixed:{noise:g}", first)) for noise in options.noises or regime.noises},
     }
     rate, noise = (min(found, key=found.__getitem__) for found in search.values())
@@ -178,6 +191,7 @@ def main() -> None:
             kind: {f"{key:g}": round(value, 5) for key, value in found.items()} for kind, found in search.items()
         },
         "dropout_rate": rate,
+        **({"reused": {kind: _origin(present, kind) for kind in options.reuse}} if options.reuse else {}),
         "noise": noise,
         "seeds": [{name: _rounded(one) for name, one in results.items()} for results in seeds],
         "step_times": step_times(regime, regime.material(first, options.data_dir), contestants[:3]),
@@ -186,6 +200,11 @@ def main() -> None:
     if options.regime == "fashion":
         write_atomically(DEMO, path.read_bytes())
     print(f"wrote {path}")
+
+
+def _origin(record: dict[str, Any], kind: str) -> str:
+    """The commit that made the results of a kind in a record, which may have reused them itself."""
+    return str(record.get("reused", {}).get(kind, record["commit"]))
 
 
 def held_out(result: dict[str, Any]) -> float:

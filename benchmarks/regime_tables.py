@@ -42,9 +42,17 @@ def front(record: dict[str, Any]) -> str:
         "",
         f"2,000 small pictures of clothes, {record['epochs']} epochs; all rows but the first calibrated on 1,000 others; 2,000 "
         f"test images. {seeds}; {_tried(record)}. {_said(record)} "
-        f"Command: `{record['command']}`, commit {record['commit']}.",
+        f"Command: `{record['command']}`, {_commits(record)}.",
     ]
     return "\n".join(lines)
+
+
+def _commits(record: dict[str, Any]) -> str:
+    """The commit of a record, and those of the results that it took over from an earlier one."""
+    earlier: dict[str, list[str]] = {}
+    for kind, commit in record.get("reused", {}).items():
+        earlier.setdefault(commit, []).append(kind)
+    return f"commit {record['commit']}" + "".join(f", {' and '.join(k)} of {c}" for c, k in earlier.items())
 
 
 def _tried(record: dict[str, Any]) -> str:
@@ -152,7 +160,7 @@ def regimes(records: list[dict[str, Any]]) -> str:
                     _time(record, contestant),
                 ]
                 lines.append(f"| {where} | {title} | {' | '.join(cells)} |")
-    commands = "; ".join(f"`{record['command']}` (commit {record['commit']})" for record in ordered)
+    commands = "; ".join(f"`{record['command']}` ({_commits(record)})" for record in ordered)
     notes = f"Mean of the seeds ± standard deviation; 20 draws; paired t-tests. Commands: {commands}."
     return "\n".join([*lines, "", *said, "", _beside_dropout(ordered), "", notes])
 

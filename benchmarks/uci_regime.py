@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import patchbayes as pb
-from patchbayes.cli.demo_study import DRAWS
+from patchbayes.cli.demo_study import DRAWS, optimizer_of
 from patchbayes.data import read
 from patchbayes.likelihoods import HeteroscedasticGaussian
 from patchbayes.nets import mlp
@@ -65,7 +65,7 @@ def contest(table: Table, contestant: str, seed: int, epochs: int) -> dict[str, 
     kind, _, number = contestant.partition(":")
     x, y = table.train
     model = network(contestant, seed, x.shape[1]).train()
-    optimizer = torch.optim.Adam(model.parameters(), LEARNING_RATE)
+    optimizer = optimizer_of(model, contestant, LEARNING_RATE)
     generator = torch.Generator().manual_seed(seed)
     began = time.process_time()
     for _ in range(epochs):
@@ -120,7 +120,7 @@ def step(table: Table, contestant: str) -> Callable[[], None]:
     """A training step of a contestant."""
     x, y = (part[:BATCH] for part in table.train)
     model = network(contestant, 0, x.shape[1]).train()
-    optimizer = torch.optim.Adam(model.parameters(), LEARNING_RATE)
+    optimizer = optimizer_of(model, contestant, LEARNING_RATE)
 
     def run() -> None:
         optimizer.zero_grad()

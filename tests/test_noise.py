@@ -1,5 +1,7 @@
 """`patchbayes train --noise`: the mixed scheme by one number, or the number chosen on the held-out part."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -65,13 +67,24 @@ def test_an_overconfident_network_is_trained_with_noise_and_the_held_out_part_ch
     trials = train_with_chosen_noise(config, tmp_path / "run", quiet=True, say=said.append)
     by_noise = {trial.noise: trial for trial in trials}
     assert by_noise[0.0].temperature > 1
-    third = 2.0 if by_noise[1.0].nll < by_noise[0.0].nll else 0.5
-    assert set(by_noise) == {0.0, 1.0, third}
+    plain, one = by_noise[0.0], by_noise[1.0]
+    factor = 2.0 if one.nll < plain.nll and one.temperature > 1 else 0.5
+    further = by_noise[factor]
+    levels = {0.0, 1.0, factor} | ({factor**2} if further.nll < one.nll else set())
+    assert set(by_noise) == levels
     assert trials[0].nll == min(trial.nll for trial in trials)
-    assert len(said) == 3
+    assert len(said) == len(levels)
     for trial in trials:
         kept = strict_json((trial.folder / "config.json").read_text())["training"]
         assert kept["method"] == with_noise(config, trial.noise).method
+        assert kept["patch_lr"] == (0.05 if trial.noise else None)  # five components, each drawn in one of five steps
+
+
+def test_the_patches_take_k_times_the_learning_rate_unless_told_otherwise():
+    config = TrainingConfig(data="digits", model="mlp", lr=0.02)
+    assert with_noise(config, 1.0).patch_lr == pytest.approx(0.1)
+    assert with_noise(dataclasses.replace(config, patch_lr=0.3), 1.0).patch_lr == 0.3
+    assert with_noise(dataclasses.replace(config, patch_lr=0.3), 0.0).patch_lr is None
 
 
 def test_what_cannot_be_is_refused(table, tmp_path):

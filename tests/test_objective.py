@@ -195,6 +195,22 @@ def test_the_groups_hold_every_parameter_once_under_its_name():
     assert len(groups["shared_weights"]["params"]) == 2
 
 
+def test_what_the_patches_brought_can_have_a_rate_of_its_own_and_weights_below_dropout_do_not():
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    pb.patch_(model, pb.mixed())
+    groups = pb.objective.parameter_groups(model, LAMBDAS, lr=0.1, patch_lr=0.5)
+    by_parameter = {id(p): group for group in groups for p in group["params"]}
+    assert len(by_parameter) == len(list(model.parameters()))
+    for name, parameter in model.named_parameters():
+        assert by_parameter[id(parameter)]["lr"] == (0.5 if ".components." in name else 0.1), name
+    kept = by_parameter[id(model[2].weight)]
+    assert (kept["name"], kept["weight_decay"]) == ("patched_weights_kept", 2 * LAMBDAS.patched_weights)
+    dropped = network()
+    pb.patch_(dropped, pb.Dropout(0.1), "norm")
+    with pytest.raises(PatchbayesError, match="patch_lr"):
+        pb.objective.parameter_groups(dropped, lr=0.1, patch_lr=0.5)
+
+
 def test_frozen_parameters_and_empty_groups_are_left_out():
     model = network()
     model[0].requires_grad_(False)

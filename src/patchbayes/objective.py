@@ -232,22 +232,37 @@ def l2_penalty(model: nn.Module, lambdas: Lambdas) -> Tensor:
     return torch.stack(terms).sum()
 
 
-def parameter_groups(model: nn.Module, lambdas: Lambdas | None = None, **options: Any) -> list[dict[str, Any]]:
+def parameter_groups(
+    model: nn.Module, lambdas: Lambdas | None = None, *, patch_lr: float | None = None, **options: Any
+) -> list[dict[str, Any]]:
     """The groups of parameters for an optimizer, with names: the simplified loss as weight decay.
 
     For optimizers with coupled decay (SGD, Adam), weight_decay = 2 lambda has the gradient of `l2_penalty`; AdamW's is
-    another thing. `options` go to every group. Use the groups also to give patches a learning rate of their own, or to
-    freeze the shared parameters. Besides the four of `Lambdas` there is "law" for learned deviations and probabilities, which
-    are never decayed. Frozen parameters are left out, and so are empty groups.
+    another thing. `options` go to every group. Use the groups also to freeze the shared parameters. Besides the four of
+    `Lambdas` there is "law" for learned deviations and probabilities, which are never decayed. Frozen parameters are left out,
+    and so are empty groups.
+
+    patch_lr   learning rate of what the patches brought: a component is drawn in one of K steps, learns slower than the rest
+               at the plain rate, and keeps up at K times that. The layers' own weights below dropout are not meant: they form
+               groups of their own then, "patched_weights_kept" and "patched_biases_kept".
     """
     lambdas = lambdas or Lambdas()
-    groups = []
+    kept = {id(p) for site in network_of(model).sites for p in site.module._parameters.values()}
+    groups: list[dict[str, Any]] = []
+    brought = 0
     for name, parameters in _groups(model).items():
         learned = [p for p in parameters if p.requires_grad]
-        if learned:
-            groups.append(
-                {"params": learned, "name": name, "weight_decay": 2 * vars(lambdas).get(name, 0.0), **options}
-            )
+        fast = patch_lr is not None and not name.startswith("shared")
+        own = [p for p in learned if fast and id(p) not in kept]
+        rest = [p for p in learned if id(p) in kept] if own else learned
+        fixed = {"weight_decay": 2 * vars(lambdas).get(name, 0.0), **options}
+        groups += [{"params": own, "name": name, **fixed, "lr": patch_lr}] if own else []
+        groups += [{"params": rest, "name": f"{name}_kept" if own else name, **fixed}] if rest else []
+        brought += len(own)
+    if patch_lr is not None and not brought:
+        raise PatchbayesError(
+            f"parameter_groups(patch_lr={patch_lr!r}): no patched layer brought parameters that learn (dropout has none)."
+        )
     return groups
 
 

@@ -8,10 +8,13 @@ from typing import Any
 
 from ..errors import PatchbayesError
 from ..posteriors import mixed
+from ..posteriors.mixed import COMPONENTS
 from ..posteriors.text import VANILLA, text_of_rules
 from ..runs import RunFolder, TrainingConfig, train
 from .calibrate import calibrate_
 from .run import PartBatches
+
+_MOST_RUNS = 4
 
 
 @dataclass(frozen=True)
@@ -29,9 +32,15 @@ class Trial:
 
 
 def with_noise(config: TrainingConfig, noise: float) -> TrainingConfig:
-    """The same run with the patches of `mixed(noise)`; without any where noise is 0."""
+    """The same run with the patches of `mixed(noise)`, at K times the learning rate; without any where noise is 0.
+
+    Each of K components is drawn in one of K steps, and would otherwise lag behind the rest. A `patch_lr` that is given stays.
+    """
+    if not noise:
+        return dataclasses.replace(config, method=VANILLA, sites=None, patch_lr=None)
     rules: dict[Any, Any] = {**mixed(noise)}
-    return dataclasses.replace(config, method=text_of_rules(rules) if noise else VANILLA, sites=None)
+    rate = COMPONENTS * config.chosen_lr if config.patch_lr is None else config.patch_lr
+    return dataclasses.replace(config, method=text_of_rules(rules), sites=None, patch_lr=rate)
 
 
 def train_with_chosen_noise(
@@ -46,8 +55,9 @@ def train_with_chosen_noise(
     """Train with several levels of noise, each in a run folder of its own below `folder`; the best trial comes first.
 
     The network is trained without patches first. Where its best temperature is at most 1 it is not overconfident, noise could
-    only hurt, and that is all. Else it is trained with noise 1, and where that is better with 2, where it is worse with 0.5:
-    three runs at most, judged by the NLL of the held-out part.
+    only hurt, and that is all. Else it is trained with noise 1. Where that is better than no patches, and still overconfident,
+    the noise is doubled, else halved, and so once more where that was better: four runs at most, judged by the NLL of the
+    held-out part.
     """
     if not config.held_out:
         raise PatchbayesError(
@@ -67,7 +77,13 @@ def train_with_chosen_noise(
 
     plain = attempt(0.0)
     if plain.temperature > 1:
-        attempt(2.0 if attempt(1.0).nll < plain.nll else 0.5)
+        best = attempt(1.0)
+        factor = 2.0 if best.nll < plain.nll and best.temperature > 1 else 0.5
+        while len(trials) < _MOST_RUNS:
+            further = attempt(factor * best.noise)
+            if further.nll >= best.nll:
+                break
+            best = further
     else:
         say("its best temperature is at most 1: it is not overconfident, and noise could only hurt.")
     return sorted(trials, key=lambda trial: trial.nll)

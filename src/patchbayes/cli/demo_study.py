@@ -81,7 +81,7 @@ def contest(material: Material, contestant: str, seed: int, epochs: int) -> dict
             fit(one, material, epochs, 1000 * seed + member)
         return {"rows": _ensemble_rows(material, models), "training_seconds": time.process_time() - began}
     model = patched(material, contestant, seed)
-    fit(model, material, epochs, seed)
+    fit(model, material, epochs, seed, optimizer_of(model, contestant, material.learning_rate))
     trained = time.process_time()
     result: dict[str, Any] = {"training_seconds": trained - began, "train_accuracy": _train_accuracy(model, material)}
     if kind == "plain":
@@ -117,11 +117,24 @@ def patched(material: Material, contestant: str, seed: int) -> nn.Module:
     return model
 
 
-def fit(model: nn.Module, material: Material, epochs: int, seed: int) -> None:
+def optimizer_of(model: nn.Module, contestant: str, learning_rate: float) -> torch.optim.Optimizer:
+    """Adam; the components of "mixed:NOISE" take K times the rate, as each is drawn in one of K steps."""
+    from ..objective import parameter_groups
+    from ..posteriors.mixed import COMPONENTS
+
+    kind, _, number = contestant.partition(":")
+    if kind != "mixed" or not float(number):
+        return torch.optim.Adam(model.parameters(), learning_rate)
+    return torch.optim.Adam(parameter_groups(model, lr=learning_rate, patch_lr=COMPONENTS * learning_rate))
+
+
+def fit(
+    model: nn.Module, material: Material, epochs: int, seed: int, optimizer: torch.optim.Optimizer | None = None
+) -> None:
     """The loop that everybody writes: Adam, no augmentation."""
     x, y = material.train
     generator = torch.Generator().manual_seed(seed)
-    optimizer = torch.optim.Adam(model.parameters(), material.learning_rate)
+    optimizer = optimizer or torch.optim.Adam(model.parameters(), material.learning_rate)
     model.train()
     for _ in range(epochs):
         for rows in torch.randperm(len(x), generator=generator).split(material.batch):

@@ -10,15 +10,20 @@ from .dropout import Dropout
 from .method import Method
 from .mixture import ECMP
 
+#: K, unless told otherwise.
+COMPONENTS = 5
 _JITTER, _RATE = 0.2, 0.1
 
 
-def mixed(noise: float = 1.0, components: int = 5) -> dict[str | Callable[[str, nn.Module], bool], Method]:
+def mixed(noise: float = 1.0, components: int = COMPONENTS) -> dict[str | Callable[[str, nn.Module], bool], Method]:
     """Rules for `patch_`: ECMP on norms and output, and ordinary dropout of whole units before all hidden layers.
 
     `noise` is the one dial: the components start apart by a jitter of 0.2 * noise, and a unit is dropped with probability
-    0.1 * noise, in training alone. 1 suits a network that would otherwise fit its training set. One that does not (training
-    accuracy below 95 %) is better left without patches. Afterwards `calibrate_` fits spread and temperature.
+    0.1 * noise, in training alone. 1 suits a network that would otherwise fit its training set; one that fits it only in part
+    does better with 0.25, and one that is not overconfident without patches.
+
+    Each of K components is drawn in one of K steps. Give them K times the learning rate, so that they keep up:
+    `objective.parameter_groups(model, lr=1e-3, patch_lr=5e-3)`. Afterwards `calibrate_` fits spread and temperature.
 
     The paper names mixed schemes as future work; `docs/training.md` has the measurements.
     """

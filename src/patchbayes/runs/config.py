@@ -58,7 +58,7 @@ class TrainingConfig:
     Optimizer
     optimizer      "sgd", "adam" or "adamw".
     lr             0.1 for sgd, 0.001 for the others, if not given.
-    patch_lr       of patched parameters; lr if not given.
+    patch_lr       of what the patches brought, such as components; lr if not given.
     sharing        how much of a step's gradient the components take that were not drawn in it, which would else learn in
                    one of K steps (`share_gradients_`). 0: off, as the paper trains; 1: all components move alike. Weight
                    decay of patched layers is then part of the loss, so that below 1 training comes to rest where it would
@@ -182,11 +182,6 @@ class TrainingConfig:
     def chosen_lr(self) -> float:
         """The learning rate of shared parameters, before the schedule."""
         return self.lr if self.lr is not None else (0.1 if self.optimizer == "sgd" else 1e-3)
-
-    @property
-    def chosen_patch_lr(self) -> float:
-        """The learning rate of patched parameters, before the schedule."""
-        return self.chosen_lr if self.patch_lr is None else self.patch_lr
 
     @property
     def chosen_weight_decay(self) -> float:

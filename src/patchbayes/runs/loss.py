@@ -92,8 +92,7 @@ def build_optimizer(config: TrainingConfig, network: nn.Module, likelihood: Like
     """The optimizer over network and likelihood; groups are named, and "initial_lr" is their rate before the schedule."""
     groups = _groups(config, network)
     for group in groups:
-        patched = group["name"].startswith(("patched", "law"))
-        group["lr"] = config.chosen_patch_lr if patched else config.chosen_lr
+        group.setdefault("lr", config.chosen_lr)
     if config.learn_precision and isinstance(likelihood, nn.Module):
         learned = list(likelihood.parameters())
         groups.append({"params": learned, "name": "output_precision", "lr": config.chosen_lr, "weight_decay": 0.0})
@@ -115,7 +114,7 @@ def _groups(config: TrainingConfig, network: nn.Module) -> list[dict[str, Any]]:
     if not is_patched(network):
         learned = [parameter for parameter in network.parameters() if parameter.requires_grad]
         return [{"params": learned, "name": "weights", "weight_decay": decay}]
-    groups = parameter_groups(network, _lambdas(config)[0])
+    groups = parameter_groups(network, _lambdas(config)[0], patch_lr=config.patch_lr)
     if config.objective == "elbo" and decay and not any(group["weight_decay"] for group in groups):
         raise PatchbayesError(
             f'TrainingConfig(weight_decay={decay!r}): sites="{config.chosen_sites}" leaves no shared parameter to decay, and '
