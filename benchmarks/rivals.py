@@ -157,7 +157,7 @@ def _mc_dropout(on_batch: bool) -> Callable[[nn.Module, Tensor], Predictor]:
     def make(network: nn.Module, x: Tensor) -> Predictor:
         from torch_uncertainty.methods import mc_dropout
 
-        _insert_dropout_(network)
+        insert_dropout_(network)
 
         def predict(num_draws: int) -> Tensor:
             wrapped = mc_dropout(network, num_estimators=num_draws, on_batch=on_batch).eval()
@@ -169,7 +169,7 @@ def _mc_dropout(on_batch: bool) -> Callable[[nn.Module, Tensor], Predictor]:
     return make
 
 
-def _insert_dropout_(network: nn.Module) -> None:
+def insert_dropout_(network: nn.Module) -> None:
     """Before every batch norm and the last linear layer."""
     last = [module for module in network.modules() if isinstance(module, nn.Linear)][-1]
     for parent in list(network.modules()):

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from records import RESULTS, write_record
+from rivals import insert_dropout_
 from subjects import torchvision_operators
 from torch import Tensor, nn
 
@@ -72,11 +73,13 @@ def onnx(example: Tensor) -> Request:
 
 
 def torch_uncertainty(_: Tensor) -> Request:
+    """Dropout before every norm layer and the output layer; all draws in one batch, its default."""
     from torch_uncertainty.methods import mc_dropout
 
-    model = nn.Sequential(_network(), nn.Dropout(0.1))
+    model = _network()
+    insert_dropout_(model)
     wrapped = mc_dropout(model, num_estimators=DRAWS).eval()
-    return lambda x: wrapped(x).softmax(-1)
+    return lambda x: wrapped(x).unflatten(0, (DRAWS, len(x))).softmax(-1).mean(0)
 
 
 def laplace(example: Tensor) -> Request:

@@ -344,21 +344,36 @@ def _clean(graph: fx.Graph) -> None:
             node.target = aten.reshape.default
         elif node.target is aten._native_batch_norm_legit_no_training.default:
             _as_batch_norm(graph, node)
+        elif node.target is aten.batch_norm.default and not node.args[5]:
+            node.target = batch_norm
     graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
 
 
 def _as_batch_norm(graph: fx.Graph, node: fx.Node) -> None:
-    """The form of batch norm that `torch.vmap` has a rule for."""
+    """A batch norm with one result."""
     x, weight, bias, mean, variance, momentum, epsilon = node.args
     with graph.inserting_before(node):
-        plain = graph.call_function(
-            aten.batch_norm.default, (x, weight, bias, mean, variance, False, momentum, epsilon, False)
-        )
+        plain = graph.call_function(batch_norm, (x, weight, bias, mean, variance, False, momentum, epsilon, False))
     plain.meta["val"] = node.meta["val"][0]
     for user in list(node.users):
         if user.target is operator.getitem and user.args[1] == 0:
             user.replace_all_uses_with(plain)
             graph.erase_node(user)
+
+
+def batch_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor, *rest: Any
+) -> Tensor:
+    """A batch norm in evaluation mode; for several draws at once x * scale + shift, as it is computed inside, too: the rule of
+    `torch.vmap` moves the draws to the channels and back."""
+    given = [one for one in (x, weight, bias) if one is not None]
+    if not any(map(torch._C._functorch.is_batchedtensor, given)):
+        return aten.batch_norm.default(x, weight, bias, mean, variance, *rest)
+    scale = (variance + rest[2]).rsqrt()
+    scale = scale if weight is None else scale * weight
+    shift = -mean * scale if bias is None else torch.addcmul(bias, mean, scale, value=-1)
+    shape = (-1, *[1] * (x.dim() - 2))
+    return torch.addcmul(shift.reshape(shape), x, scale.reshape(shape))
 
 
 def _first_line(error: Exception) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 aten = torch.ops.aten
 
@@ -33,7 +33,7 @@ _SHARE_OF_FREE_MEMORY = 0.25
 
 _VIEWS = frozenset(
     ("reshape", "view", "permute", "transpose", "unsqueeze", "squeeze", "select", "slice", "expand", "getitem", "t",
-     "flatten", "unflatten", "alias", "detach", "chunk", "split", "unbind", "sym_size", "movedim", "to", "contiguous")
+     "flatten", "unflatten", "alias", "detach", "chunk", "split", "unbind", "sym_size", "movedim", "to", "contiguous", "get")
 )  # fmt: skip
 
 
@@ -110,13 +110,8 @@ _RULES: dict[str, Any] = {
         lambda made, shapes: 4 * math.prod(shapes[0]) * shapes[1][-2],
     ),
     **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), _recurrent),
+    "multi_head_attention_forward": lambda made, shapes: made * (8 * shapes[0][-1] + 4 * shapes[1][0]),
 }
-
-
-@functools.lru_cache(maxsize=1024)
-def _known(func: Any) -> tuple[Any, bool]:
-    """The rule for the flops of an operation, if it has one, and whether it is a view."""
-    return _RULES.get(func.__name__.partition(".")[0]), func.is_view
 
 
 @dataclass(frozen=True)
@@ -153,24 +148,26 @@ class Cost:
         return calls * _PER_OPERATION + draws * scale * (self.flops * _PER_FLOP + self.bytes * _PER_BYTE)
 
 
-class Work(TorchDispatchMode):
-    """Counts what a forward pass does on arguments of `size` numbers: operations, flops and bytes made."""
+class Work(TorchFunctionMode):
+    """Counts what a forward pass does on arguments of `size` numbers: operations, flops and bytes made.
+
+    As the network calls them, not as torch dispatches them: that would load the compiler, which takes a second.
+    """
 
     def __init__(self, size: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.size = size
         self.operations = self.flops = self.bytes = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        self.operations += 1
-        rule, is_view = _known(func)
-        if rule is not None:
-            first = made[0] if isinstance(made, tuple) else made
-            self.flops += int(rule(first.numel(), _shapes(args)))
-        if not is_view:
-            tensors = made if isinstance(made, tuple | list) else (made,)
-            self.bytes += sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
+        tensors = [one for one in (made if isinstance(made, tuple | list) else (made,)) if isinstance(one, Tensor)]
+        if tensors:
+            name = getattr(func, "__name__", "").removeprefix("__").removesuffix("__")
+            rule = _RULES.get(name)
+            self.operations += 1
+            self.flops += int(rule(tensors[0].numel(), _shapes(args))) if rule is not None else 0
+            self.bytes += sum(tensor.nbytes for tensor in tensors) if name not in _VIEWS else 0
         return made
 
     def seconds(self, size: int) -> float:

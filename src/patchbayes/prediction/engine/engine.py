@@ -223,15 +223,12 @@ class Engine:
 
     def _work(self, form: Form, inputs: Any, examples: Tensor, output: Callable[[Any], Tensor]) -> Work:
         """What one draw by the loop does: counted once, by running it. A loop that follows does not run it again."""
-        with (
-            CAPTURING
-        ):  # two threads that count at once crash in torch, which looks up its operators for a mode unguarded
-            if form.work is None:
-                work = Work(numbers(tree_flatten(_arguments(inputs))[0]))
-                with work:
-                    ((_, value),) = self._loop(self.draws[0], inputs, examples, output)
-                form.work, self._counted = work, (inputs, self.draws, value)
-            return form.work
+        if form.work is None:
+            work = Work(numbers(tree_flatten(_arguments(inputs))[0]))
+            with work:
+                ((_, value),) = self._loop(self.draws[0], inputs, examples, output)
+            form.work, self._counted = work, (inputs, self.draws, value)
+        return form.work
 
     # Running
 
