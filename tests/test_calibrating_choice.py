@@ -153,3 +153,20 @@ def test_the_budget_holds(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert lines[-1] == ("scores", 0.0)
     if kind == "a view for each of many draws":
         assert report.num_held_out == 33  # more would leave nothing for the search
+
+
+def test_a_network_without_patches_sees_all_its_views(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(48, 4)).eval()
+    x = torch.randn(200, 1, 6, 6, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        average = (torch.softmax(9 * net(x), -1) + torch.softmax(9 * net(x.flip(-1)), -1)) / 2
+    report = pb.calibrate_(net, [(x, labels_from(average))], views=mirror)
+    with torch.no_grad():
+        log_average = ((torch.softmax(net(x), -1) + torch.softmax(net(x.flip(-1)), -1)) / 2).log()
+    expected = torch.softmax(log_average / report.temperature, -1)
+    for draws in (20, "mean"):
+        assert torch.allclose(pb.predict(net, x, draws, views=mirror).probs, expected, atol=1e-5)
+    assert torch.allclose(pb.Predictor(net, views=mirror)(x).exp(), expected, atol=1e-5)
+    pb.export(net, tmp_path / "m.pt2", example_input=x[:3], views=mirror)
+    assert torch.allclose(torch.export.load(tmp_path / "m.pt2").module()(x)[0], expected, atol=1e-5)

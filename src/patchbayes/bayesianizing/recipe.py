@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..errors import PatchbayesError
 from ..likelihoods import Likelihood
-from ..patching.network import network_of
+from ..patching.network import Site, network_of
 from ..patching.patch import is_patched, patch_, patched_sites, unpatch_
 from ..patching.report import PatchReport
 from ..patching.selection import Sites
@@ -69,7 +69,8 @@ def bayesianize_(
     keep_tries    a file that holds what was tried: the same call, after it was killed, goes on from there, to the same result.
 
     Where draws are no better than the temperature alone, the network is left without patches, as `calibrate_` leaves one that
-    had none: `predict` then takes one pass, and the file holds the temperature.
+    had none: `predict` then takes one pass, and the file holds the temperature. (Components that do not average to the given
+    network, as those of ECMP, stay, all at their mean.)
 
     Modes, frozen flags and everything outside the sites come back as they were; after an error or an interruption before
     anything was learned the whole network does. Save the result with `patchbayes.save`.
@@ -128,13 +129,12 @@ def bayesianize_(
                 unpatch_(model, keep=0)
             best = min(titles, key=lambda title: scored.get(title, math.inf))
             report, calibration = patched(best)
+            is_given = all(map(_is_around_its_start, patched_sites(model).values()))
             if earlier is not None:
                 calibration.follow(earlier)
             calibration.passes += _LAYER_PASSES
             found = calibration.run("learn", tolerance, try_start=False)
-            size = sum(_bytes(site.parameters().values()) for site in patched_sites(model).values())
-            if found.chosen == "none":
-                size = 0
+            if found.chosen == "none" and is_given:
                 _without_sites_(model)
     except BaseException:
         if is_patched(model):
@@ -143,10 +143,17 @@ def bayesianize_(
     return BayesianizeReport(
         patch=report,
         calibration=found,
-        patch_bytes=size,
+        patch_bytes=sum(_bytes(site.parameters().values()) for site in patched_sites(model).values()),
         model_bytes=model_bytes,
         call='patchbayes.save(model, "patch.safetensors"); elsewhere patchbayes.load_(network, "patch.safetensors")',
     )
+
+
+@torch.no_grad()
+def _is_around_its_start(site: Site) -> bool:
+    """Whether the mean of a fresh site is the layer that was patched."""
+    mean, given = site.posterior.mean(), site.posterior.component(0)
+    return all(torch.equal(mean[name], given[name]) for name in site.posterior.names)
 
 
 def _without_sites_(model: nn.Module) -> None:

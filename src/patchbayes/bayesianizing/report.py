@@ -142,8 +142,8 @@ class CalibrationReport:
 class BayesianizeReport:
     """What `bayesianize_` patched, and what `calibrate_` made of it.
 
-    patch         the layers that were chosen; where `calibration.chosen` is "none" they were left as they were.
-    patch_bytes   of the patches that the network has now, 0 where it has none.
+    patch         the layers that were chosen.
+    patch_bytes   of the patches that the network has now; 0 where no draws were chosen and none are left.
     """
 
     patch: PatchReport
@@ -162,7 +162,7 @@ class BayesianizeReport:
         share = 100 * self.patch_bytes / self.model_bytes
         size = f"size    {self.patch_bytes:,} bytes of patches, {share:.1f} % of the network's {self.model_bytes:,}"
         patched = str(self.patch)
-        if self.calibration.chosen == "none":
+        if not self.patch_bytes:
             patched = f"tried, and taken off again: {patched}"
             size = f"size    no patches; the network's own {self.model_bytes:,} bytes, and a temperature"
         return "\n".join([patched, "", str(self.calibration), size, "load    " + self.call])

@@ -5,7 +5,7 @@ import copy
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from ..patching.network import PatchedNetwork, Site
 from ..patching.prefix import FixedPrefix, find_prefix, sites_alone_learn
 from ..patching.selection import call, evaluating
 from .held_out import HeldOut, to_device
+from .restoring import put_back
 from .score import Average, best_temperature, scores
 from .tries import Tried, Tries
 
@@ -215,7 +216,7 @@ class SpreadSearch:
         averages: dict[float, list[Average]] = {t: [] for t in self.draw_temperatures}
         targets: list[Tensor] = []
         device, held = self.network.device, 0
-        with evaluating(self.model):
+        with evaluating(self.model), self._scaled_in_place(factors):
             for inputs, wanted in self.held_out.first(examples).batches:
                 inputs, wanted = to_device(inputs, device), wanted.to(device or "cpu")
                 outputs = []
@@ -242,6 +243,18 @@ class SpreadSearch:
                         found, nll=nll, draw_temperature=t, log_temperature=math.log(temperature)
                     )
         return found
+
+    @contextlib.contextmanager
+    def _scaled_in_place(self, factors: Mapping[Site, Tensor]) -> Iterator[None]:
+        """In the block, sites that draw outputs and no weights have the spread that is tried."""
+        local = [site for site in factors if not site.posterior.joint]
+        held = [(p, p.detach().clone()) for site in local for p in site.parameters().values()]
+        try:
+            for site in local:
+                site.posterior.scale_spread_(float(factors[site]))
+            yield
+        finally:
+            put_back(held)
 
     def _prefix_kept(self, inputs: Any) -> contextlib.AbstractContextManager[None]:
         """In the block, what lies before the first site is not run again for every draw of these inputs."""
@@ -283,10 +296,14 @@ def slope_(network: PatchedNetwork, slope: float = -1.0) -> None:
 
 @torch.no_grad()
 def relative_spread(site: Site, draw: NetworkDraw) -> float:
-    """The root mean square of a site's deviations from its mean in one draw, as a part of that of the mean itself."""
+    """The root mean square of a site's deviations from its mean in one draw, as a part of that of the mean itself; where
+    weights are not drawn, of all draws."""
     mean, value = site.posterior.mean(), site.realized(draw)
     names = [name for name in site.posterior.names if mean[name].is_floating_point()]
-    apart = sum(float((value[name] - mean[name]).double().square().sum()) for name in names)
+    if site.posterior.joint:
+        apart = sum(float((value[name] - mean[name]).double().square().sum()) for name in names)
+    else:
+        apart = sum(float(value.double().sum()) for value in site.posterior.variance().values())
     size = sum(float(mean[name].double().square().sum()) for name in names)
     return math.sqrt(apart / size) if size else 0.0
 
@@ -303,4 +320,4 @@ def _scales(site: Site) -> bool:
         with torch.no_grad():
             for name, value in kept.items():
                 site.module._parameters[name].copy_(value)  # type: ignore[union-attr]
-    return site.posterior.noise != "example"
+    return site.posterior.noise != "example" or not site.posterior.joint
