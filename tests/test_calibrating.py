@@ -225,11 +225,11 @@ def test_many_norms_are_the_sites() -> None:
     net, x = normed(12), inputs(200)
     y = labels_from(torch.softmax(8 * net(x), -1).detach())
     report = pb.bayesianize_(net, batches(x, y), budget=2000)
-    assert list(pb.patched_sites(net)) == [f"{block}.1" for block in range(12)]
+    assert [site.name for site in report.patch.sites] == [f"{block}.1" for block in range(12)]
     assert {one.layers for one in report.tried} == {"norm layers"}
     few = normed(1)
-    pb.bayesianize_(few, batches(x, y), budget=2000)
-    assert list(pb.patched_sites(few)) == ["0.0", "1"]
+    report = pb.bayesianize_(few, batches(x, y), budget=2000)
+    assert [site.name for site in report.patch.sites] == ["0.0", "1"]
 
 
 def test_a_tolerance_is_given_up_for_caution() -> None:
@@ -276,7 +276,7 @@ def test_of_several_sets_of_layers_the_held_out_data_choose_the_better(seed: int
     best = min(looked, key=lambda one: one.nll).layers
     assert {one.layers for one in looked} == {"norm layers", "first layers"}
     sites = {"norm layers": ["0.1", "1.1", "2.1"], "first layers": ["0.0", "1.0", "2.0", "3"]}
-    assert list(pb.patched_sites(net)) == sites[best]
+    assert [site.name for site in report.patch.sites] == sites[best]
     assert {one.layers for one in report.tried if one.examples > looked[0].examples} == {best}
     assert report.passes <= 8000
     assert best in str(report)
@@ -326,10 +326,10 @@ def test_sites_within_a_cost_of_prediction() -> None:
     x = inputs(100)
     y = labels_from(torch.softmax(classifier()(x), -1).detach())
     cheap, dear = classifier(scale=3.0), classifier(scale=3.0)
-    pb.bayesianize_(cheap, batches(x, y), budget=500, predict_cost=3.0)
-    assert list(pb.patched_sites(cheap)) == ["4"]
-    pb.bayesianize_(dear, batches(x, y), budget=500, predict_cost=20.0)
-    assert list(pb.patched_sites(dear)) == ["0", "2", "4"]
+    few = pb.bayesianize_(cheap, batches(x, y), budget=500, predict_cost=3.0)
+    assert [site.name for site in few.patch.sites] == ["4"]
+    many = pb.bayesianize_(dear, batches(x, y), budget=500, predict_cost=20.0)
+    assert [site.name for site in many.patch.sites] == ["0", "2", "4"]
     with pytest.raises(PatchbayesError, match="cost"):
         pb.bayesianize_(classifier(), batches(x, y), predict_cost=1.01)
 

@@ -122,7 +122,37 @@ def test_training_can_end_with_a_calibration(tmp_path: Path) -> None:
     before = (tmp_path / "run" / "best.safetensors").read_bytes()
     command(f"train {tmp_path / 'run'} --resume --calibrate --quiet")  # nothing is left to do
     assert (tmp_path / "run" / "best.safetensors").read_bytes() == before
+    again = command(f"train {tmp_path / 'run'} --resume --calibrate --views --quiet", code=1)
+    assert "expected training with one of crop, crop+flip" in again.err
     refused = command(
         "train --data digits --model small_cnn --method vanilla --epochs 1 --calibrate", tmp_path / "plain", code=1
     )
     assert "expected a patched network of classes" in refused.err
+
+
+def test_a_calibration_with_views_is_evaluated_and_asked_with_them(tmp_path: Path) -> None:
+    """Those of the augmentation, in calibration.json and in the record; evaluate and predict average over them."""
+    folder = tmp_path / "run"
+    line = "train --data digits --model small_cnn --method ecmp(2,jitter=0.3) --epochs 1 --quiet"
+    command(f"{line} --set augmentation=crop --calibrate --views", folder)
+    assert json.loads((folder / "calibration.json").read_text())["views"] == "shifts(1, False)"
+    run = RunFolder.open(folder)
+    seen = run.views()
+    assert seen is not None
+    assert len(seen) == 5
+    assert run.views("last") is None
+    command("evaluate --draws 10 --split test[:40] --curve 5 --json", folder)
+    record = json.loads((folder / "evaluation.json").read_text())
+    assert record["views"] == "shifts(1, False)"
+    dataset = run.dataset()
+    x, y = next(iter(dataset.batches(dataset.part("test[:40]"), 40)))
+    with_views, without = (pb.predict(run.model(), x, 10, views=views) for views in (seen, None))
+    nll = -float(with_views.log_probs[torch.arange(40), y].mean())
+    assert record["metrics"]["nll"]["value"] == pytest.approx(nll, abs=1e-4)
+    assert abs(nll + float(without.log_probs[torch.arange(40), y].mean())) > 1e-3
+    curve = record["draws_curve"]
+    assert curve["nll"]["value"][curve["draws"].index(10)] == pytest.approx(nll, abs=1e-4)  # tempered as the whole is
+    assert "goes with --calibrate" in command(f"{line} --views", tmp_path / "other", code=2).err
+    assert "is calibrated already, with shifts(1, False) views" in (
+        command(f"train {folder} --resume --calibrate --quiet", code=1).err
+    )

@@ -124,7 +124,7 @@ def test_softened_draws_hide_what_unsoftened_ones_disagree_on():
     information = {}
     for softened in (1.0, 40.0):
         likelihood = pb.likelihoods.Categorical().set_temperature_(draw_temperature=softened)
-        found = average(iter([(Members([[0], [1]]), logits)]), draws, likelihood, True, Plan())
+        found = average(iter([(Members([[0], [1]]), logits)]), draws, likelihood, True, Plan(2, "iid", False))
         information[softened] = found.mutual_information
         assert float(found.averaged_probs[0, 0]) == pytest.approx(0.5)
     assert torch.equal(information[1.0], information[40.0])

@@ -99,6 +99,8 @@ def export(
     batch = on_device(example_input, network.device)
     every = list(range(len(made)))
     parts = [(0, every, engine)] if views is None else Viewing(views, engine).parts
+    if views is not None and not network.sites:  # one network, which sees every view
+        parts = [(view, every, engine) for view in range(len(views))]
     routes = [(view, some, one.route(batch, output or as_tensor)) for view, some, one in parts]
     averaged = _Averaged(routes, views, made, likelihood)
     leaves = [leaf for leaf in tree_flatten(_call_arguments(batch))[0] if isinstance(leaf, Tensor)]
@@ -128,7 +130,7 @@ class _Averaged(nn.Module):
         weights = [
             float(draws.weights[[some[i] for i in m]].sum()) for _, some, r in routes for m in r.itinerary.members
         ]
-        self.register_buffer("weights", torch.tensor(weights))
+        self.register_buffer("weights", torch.tensor(weights) / sum(weights))
         self.names = _OUTPUTS[_kind(likelihood)]
 
     def _held(self, part: int, route: Route, known: dict[int, str]) -> dict[fx.Node, str]:

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from .errors import PatchbayesError
 
-__all__ = ["Views", "as_views", "crops", "mirror", "shifts"]
+__all__ = ["Views", "as_views", "crops", "matching", "mirror", "shifts"]
 
 
 class Views:
@@ -153,3 +153,14 @@ def crops(part: float = 0.9, mirrored: bool = True) -> Views:
     places = [(0.5, 0.5), (0.0, 0.0), (0.0, 1.0), (1.0, 0.0), (1.0, 1.0)]
     flips = (False, True) if mirrored else (False,)
     return Views([_Cropped(part, *place, flip) for place in places for flip in flips], f"crops({part}, {mirrored})")
+
+
+def matching(augmentation: str) -> Views:
+    """The views of images that training with this augmentation has made the network know; see `data.Preparation`."""
+    known = {"crop": shifts(1, mirrored=False), "crop+flip": shifts(1), "resized-crop+flip": crops(0.9)}
+    if augmentation not in known:
+        raise PatchbayesError(
+            f"views of the augmentation {augmentation!r}: expected training with one of {', '.join(known)}.\n"
+            "  do       train with augmentation, or calibrate without views."
+        )
+    return known[augmentation]

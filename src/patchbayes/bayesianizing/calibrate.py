@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -25,10 +24,11 @@ from ..prediction.batches import as_tensor
 from ..prior import Prior
 from ..views import Views, as_views
 from .held_out import HeldOut, Select, select_for, to_device
+from .progress import shown
 from .report import CalibrationReport, Scores
 from .restoring import contents, put_back, restored_on_error
 from .score import Average, best_temperature, check_scored, raised_temperature, scores
-from .spread import Learned, SpreadSearch, relative_spread, rigid_sites, scalable_sites
+from .spread import Learned, SpreadSearch, is_member, relative_spread, rigid_sites, scalable_sites
 from .tries import Tried, Tries
 
 #: Examples in a batch.
@@ -71,6 +71,7 @@ def calibrate_(
     5. With a `tolerance`, the temperatures are then raised as far as that allows.
 
     A network without patches gets its temperature alone: `predict`, `save` and `load_` then know it as a network without sites.
+    So does an explicit ensemble, whose members were trained one by one: there is no mean network that they spread around.
     The temperatures live in the network's likelihood, which `predict` uses and `save` keeps.
 
     held_out   batches that the network was not trained on, readable twice: pairs (inputs, targets), several inputs and then the
@@ -94,6 +95,7 @@ def calibrate_(
     if spread not in ("learn", "keep"):
         raise PatchbayesError(f'calibrate_(spread={spread!r}): expected "learn" or "keep".')
     generator = torch.Generator().manual_seed(seed)
+    examples = affordable_examples(examples, budget, views, draws)
     chosen = HeldOut.read(held_out, examples, BATCH, generator, select or select_for(model))
     with with_record(model) as (root, network), restored_on_error(network), shown(progress) as tell:
         likelihood = checked_likelihood(likelihood or network.likelihood)
@@ -152,31 +154,46 @@ class Calibration:
         self.rival, self.away = scores(self.plain, self.targets, temperature), self._kept_away()
         return temperature
 
-    def run(self, spread: Literal["learn", "keep"], tolerance: float = 0.0) -> CalibrationReport:
+    def run(
+        self, spread: Literal["learn", "keep"], tolerance: float = 0.0, try_start: bool = True
+    ) -> CalibrationReport:
+        """try_start: where the learned spread is no better than none, score that which the network had, too."""
         likelihood, number = self.likelihood, len(self.held_out)
         mean_temperature = self._scale_mean()
         before, scaled = (Scores.of(self.plain, self.targets, t) for t in (1.0, mean_temperature))
         sites, start = scalable_sites(self.network), contents(self.network)
         result = Result("none", dict.fromkeys(sites, 0.0), mean_temperature, scaled)
-        search = self._search(mean_temperature, self.budget - self.passes) if self.network.sites else None
+        members = any(map(is_member, self.network.sites))
+        searched = bool(self.network.sites) and not members
+        search = self._search(mean_temperature, self.budget - self.passes) if searched else None
         found = None if search is None else search.run() if spread == "learn" and sites else search.start()
-        if found is not None:
+        if members:
+            result = self._judged("start", Learned({}, 1.0, 0.0))
+        elif found is not None:
             self.passes += found.passes
             self._lap("spread")
             result = self._judged("learned" if spread == "learn" and sites else "start", found)
+        rigid = bool(rigid_sites(self.network))
         if search is not None and result.kind == "learned" and not result.worth and not result.interrupted:
             put_back(start)
-            learned, result = result, self._judged("start", search.start())
-            if not result.worth and not result.interrupted:  # what was tried first is what the report speaks of
+            learned, drawn = result, self._judged("start", search.start()) if try_start or rigid else result
+            result = drawn
+            if not drawn.worth and not drawn.interrupted:  # what was tried first is what the report speaks of
                 result = Result("none", {}, mean_temperature, scaled, learned.gain, learned.gain_error)
-        if result.kind == "none" and not rigid_sites(self.network):
+                if rigid:  # draws go on to differ, and keep the temperatures that fit them
+                    result.temperature, result.draw_temperature = drawn.temperature, drawn.draw_temperature
+        if result.kind == "none" and not rigid:
             result.factors = dict.fromkeys(sites, 0.0)
             self._scale(result.factors)
         if tolerance and (self.averages or result.kind == "none"):
             mean_temperature = raised_temperature(self.plain, self.targets, mean_temperature, tolerance)
-            averages = self.plain if result.kind == "none" else self.averages
+            averages = self.plain if result.kind == "none" and not rigid else self.averages
             result.temperature = raised_temperature(averages, self.targets, result.temperature, tolerance)
-            result.scores = Scores.of(averages, self.targets, result.temperature)
+            scored = (self.plain, mean_temperature) if result.kind == "none" else (averages, result.temperature)
+            result.scores = Scores.of(scored[0], self.targets, scored[1])
+        if members:  # no mean network to compare with
+            before, scaled = Scores.of(self.averages, self.targets, 1.0), result.scores
+            result.gain = result.gain_error = None
         self._lap("scores")
         likelihood.set_temperature_(
             result.temperature, mean_temperature=mean_temperature, draw_temperature=result.draw_temperature
@@ -353,16 +370,10 @@ class Result:
     interrupted: bool = False
 
 
-@contextlib.contextmanager
-def shown(progress: Callable[[str, float], None] | None) -> Iterator[Callable[[str, float], None]]:
-    """Where progress is told: to the given function, or on a terminal, or nowhere."""
-    if progress is not None or not sys.stderr.isatty():
-        yield progress or (lambda _stage, _left: None)
-        return
-    try:
-        yield lambda stage, left: print(f"\r{stage}: {left:.0f} s left   ", end="", file=sys.stderr, flush=True)
-    finally:
-        print("\r" + " " * 48 + "\r", end="", file=sys.stderr, flush=True)
+def affordable_examples(examples: int, budget: int, views: Any, draws: int) -> int:
+    """So many, or fewer where a pass of the mean network over all their views would take more than half of the budget."""
+    seen = 1 if views is None else len(as_views(views, draws))
+    return examples if seen == 1 else max(1, min(examples, budget // (2 * seen)))
 
 
 def check_numbers(draws: int, budget: int, examples: int, tolerance: float) -> None:

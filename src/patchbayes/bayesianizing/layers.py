@@ -46,7 +46,8 @@ def _some(order: list[tuple[str, int]], model: nn.Module) -> list[tuple[str, int
     if order:
         return order
     raise PatchbayesError(
-        f"bayesianize_: no convolution or linear layer ran in {type(model).__name__}.\n  do       say sites=..."
+        f"bayesianize_: no convolution or linear layer ran in {type(model).__name__}.\n"
+        "  do       say sites=..., or calibrate_(model, held_out): its temperature alone."
     )
 
 

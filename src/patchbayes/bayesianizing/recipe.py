@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..errors import PatchbayesError
 from ..likelihoods import Likelihood
-from ..patching.network import network_of
+from ..patching.network import Site, network_of
 from ..patching.patch import is_patched, patch_, patched_sites, unpatch_
 from ..patching.report import PatchReport
 from ..patching.selection import Sites
@@ -18,15 +18,18 @@ from ..posteriors.method import Method
 from ..posteriors.spread import Spread
 from ..prediction.batches import as_tensor
 from ..views import Views
-from .calibrate import BATCH, Calibration, check_numbers, shown
+from .calibrate import BATCH, Calibration, affordable_examples, check_numbers, with_record
 from .held_out import HeldOut, Select, select_for, to_device
 from .layers import NORMS, candidate_layers
+from .progress import shown
 from .report import BayesianizeReport
 from .spread import slope_
 from .tries import Tries, digest_of
 
 #: The part of the budget for a look at each set of layers, where there are several.
 _LOOK = 0.2
+#: Inputs through the network, at most, to find its layers and patch each set of them: two at a time.
+_LAYER_PASSES = 2 * 8
 
 
 def bayesianize_(
@@ -65,6 +68,10 @@ def bayesianize_(
                   is Categorical() if not given.
     keep_tries    a file that holds what was tried: the same call, after it was killed, goes on from there, to the same result.
 
+    Where draws are no better than the temperature alone, the network is left without patches, as `calibrate_` leaves one that
+    had none: `predict` then takes one pass, and the file holds the temperature. (Components that do not average to the given
+    network, as those of ECMP, stay, all at their mean.)
+
     Modes, frozen flags and everything outside the sites come back as they were; after an error or an interruption before
     anything was learned the whole network does. Save the result with `patchbayes.save`.
     """
@@ -78,9 +85,10 @@ def bayesianize_(
     if predict_cost is not None and sites != "auto":
         raise PatchbayesError("bayesianize_: predict_cost chooses the sites; give one of the two.")
     generator = torch.Generator().manual_seed(seed)
+    examples = affordable_examples(examples, budget, views, draws)
     chosen = HeldOut.read(held_out, examples, BATCH, generator, select or select_for(model))
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    example = to_device(chosen.batches[0][0], device)
+    example = to_device(chosen.first(2).batches[0][0], device)  # more would be passes that nobody counts
     model_bytes = _bytes(model.parameters()) + _bytes(model.buffers())
     method = method if method is not None else Spread()
     sets: dict[str, Sites] = {"": "norm+output" if sites == "auto" else sites}
@@ -116,13 +124,18 @@ def bayesianize_(
                 _, calibration = patched(title)
                 if earlier is not None:
                     calibration.follow(earlier)
+                calibration.passes += _LAYER_PASSES
                 scored[title], earlier = calibration.look(_LOOK), calibration
                 unpatch_(model, keep=0)
             best = min(titles, key=lambda title: scored.get(title, math.inf))
             report, calibration = patched(best)
+            is_given = all(map(_is_around_its_start, patched_sites(model).values()))
             if earlier is not None:
                 calibration.follow(earlier)
-            found = calibration.run("learn", tolerance)
+            calibration.passes += _LAYER_PASSES
+            found = calibration.run("learn", tolerance, try_start=False)
+            if found.chosen == "none" and is_given:
+                _without_sites_(model)
     except BaseException:
         if is_patched(model):
             unpatch_(model, keep=0)
@@ -134,6 +147,21 @@ def bayesianize_(
         model_bytes=model_bytes,
         call='patchbayes.save(model, "patch.safetensors"); elsewhere patchbayes.load_(network, "patch.safetensors")',
     )
+
+
+@torch.no_grad()
+def _is_around_its_start(site: Site) -> bool:
+    """Whether the mean of a fresh site is the layer that was patched."""
+    mean, given = site.posterior.mean(), site.posterior.component(0)
+    return all(torch.equal(mean[name], given[name]) for name in site.posterior.names)
+
+
+def _without_sites_(model: nn.Module) -> None:
+    """Leave the mean network with its temperatures: draws that do not differ would cost a pass each."""
+    network = network_of(model)
+    unpatch_(model, keep="mean")
+    with with_record(model) as (_, record):
+        record.likelihood, record.calibration = network.likelihood, network.calibration
 
 
 def _among(names: set[str]) -> Callable[[str, nn.Module], bool]:

@@ -128,7 +128,7 @@ class CalibrationReport:
         """One sentence: whether draws are better than the temperature alone."""
         if self.gain is None or self.gain_error is None:
             return ""
-        if self.chosen == "none":
+        if self.chosen == "none" or self.gain <= 0:
             return (
                 f"Draws are no better than the temperature alone here (gain in NLL {max(self.gain, 0.0):.4f} +- "
                 f'{self.gain_error:.4f}): predict in one pass, draws="mean".'
@@ -140,7 +140,11 @@ class CalibrationReport:
 
 @dataclass(frozen=True)
 class BayesianizeReport:
-    """What `bayesianize_` patched, and what `calibrate_` made of it."""
+    """What `bayesianize_` patched, and what `calibrate_` made of it.
+
+    patch         the layers that were chosen.
+    patch_bytes   of the patches that the network has now; 0 where no draws were chosen and none are left.
+    """
 
     patch: PatchReport
     calibration: CalibrationReport
@@ -157,7 +161,11 @@ class BayesianizeReport:
     def __str__(self) -> str:
         share = 100 * self.patch_bytes / self.model_bytes
         size = f"size    {self.patch_bytes:,} bytes of patches, {share:.1f} % of the network's {self.model_bytes:,}"
-        return "\n".join([str(self.patch), "", str(self.calibration), size, "load    " + self.call])
+        patched = str(self.patch)
+        if not self.patch_bytes:
+            patched = f"tried, and taken off again: {patched}"
+            size = f"size    no patches; the network's own {self.model_bytes:,} bytes, and a temperature"
+        return "\n".join([patched, "", str(self.calibration), size, "load    " + self.call])
 
 
 def reliability_lines(before: Scores, after: Scores) -> list[str]:

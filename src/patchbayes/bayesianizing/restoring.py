@@ -1,7 +1,7 @@
 """What fitting may change in a patched network, kept so that it can be put back."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ def contents(network: PatchedNetwork) -> list[tuple[Tensor, Tensor]]:
 
 
 @torch.no_grad()
-def put_back(held: list[tuple[Tensor, Tensor]]) -> None:
+def put_back(held: Sequence[tuple[Tensor, Tensor]]) -> None:
     for tensor, value in held:
         tensor.copy_(value)
 

@@ -20,6 +20,7 @@ from ..runs.folder import RunFolder
 from ..runs.network import method_label
 from ..runs.ordinary_checkpoint import load_ordinary_, sha256_of
 from ..runs.writing import writing
+from ..views import matching
 from .calibrate import calibrate_
 from .recipe import bayesianize_
 from .report import BayesianizeReport, CalibrationReport
@@ -106,15 +107,25 @@ def bayesianize_checkpoint(
     return RunFolder.open(folder, trust_code=True), report
 
 
-def calibrate_run(run: RunFolder, *, draws: int = 20) -> CalibrationReport | None:
+def calibrate_run(run: RunFolder, *, draws: int = 20, with_views: bool = False) -> CalibrationReport | None:
     """Fit spread and temperatures of a trained run's best network to its held-out part (`calibrate_`), in its file.
+
+    with_views   each draw sees a view that the augmentation of the training has made the network know (`views.matching`), here
+                 and whenever the run evaluates or predicts.
 
     calibration.json says what was done, and to which file: what is calibrated already is left alone, and None returned.
     """
     best, mark = run.path / "best.safetensors", run.path / "calibration.json"
-    if mark.exists() and read_json(mark).get("sha256") == sha256_of(best):
-        return None
     dataset, network = run.dataset(), run.model()
+    views = matching(dataset.preparation.augmentation) if with_views else None
+    if mark.exists() and read_json(mark).get("sha256") == sha256_of(best):
+        known = run.views()
+        if (known and known.name) != (views and views.name):
+            raise PatchbayesError(
+                f"train --calibrate: {run.path} is calibrated already, with {known.name if known else 'no'} views.\n"
+                "  do       train again in another folder."
+            )
+        return None
     if dataset.task != "classification" or not is_patched(network) or dataset.held_out is None:
         raise PatchbayesError(
             f"train --calibrate: expected a patched network of classes and a held-out part; {run.path} is a "
@@ -127,10 +138,12 @@ def calibrate_run(run: RunFolder, *, draws: int = 20) -> CalibrationReport | Non
         draws=draws,
         likelihood=run.likelihood(),
         seed=run.training.seed,
+        views=views,
     )
     with writing(best):
         save(network, best, whole=True)
-        content = {"sha256": sha256_of(best), "draws": draws, "chosen": report.chosen, "report": str(report)}
+        content = {"sha256": sha256_of(best), "draws": draws, "views": views.name if views is not None else None}
+        content |= {"chosen": report.chosen, "report": str(report)}
         write_atomically(mark, (json.dumps(content, indent=1) + "\n").encode())
     return report
 

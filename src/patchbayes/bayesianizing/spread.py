@@ -5,7 +5,7 @@ import copy
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,12 +21,14 @@ from ..patching.network import PatchedNetwork, Site
 from ..patching.prefix import FixedPrefix, find_prefix, sites_alone_learn
 from ..patching.selection import call, evaluating
 from .held_out import HeldOut, to_device
+from .restoring import put_back
 from .score import Average, best_temperature, scores
 from .tries import Tried, Tries
 
 #: Steps in the logarithm of the spread: of the first look, and around the best of it; and in the slope over the depth.
 _COARSE, _FINE, _SLOPE = math.log(2.0), math.log(1.4), 1.2
 _MOST_STEPS = 6  # of the first look, in one direction
+_PREFIX_PASSES = 2 * 16  # at most, to find what lies before the first site: two inputs
 _LOOKS = 4  # places of a look at one set of layers of several
 _FIRST_SHARE = 0.25  # of the budget, for three places of the first look
 #: The deviation of the slope from its start that is expected; few examples do not move it.
@@ -66,8 +68,14 @@ class Learned:
 
 
 def scalable_sites(network: PatchedNetwork) -> list[Site]:
-    """The sites whose spread can be multiplied."""
-    return [site for site in network.sites if site.posterior.names and _scales(site)]
+    """The sites whose spread can be multiplied: not those of an explicit ensemble, whose mean network means nothing."""
+    return [site for site in network.sites if site.posterior.names and not is_member(site) and _scales(site)]
+
+
+def is_member(site: Site) -> bool:
+    """Whether one draw picks a member of the whole network (tie "network"), trained by itself: means of members say nothing."""
+    groups = site.posterior.groups()
+    return groups is not None and groups.tie == "network"
 
 
 def rigid_sites(network: PatchedNetwork) -> list[Site]:
@@ -208,7 +216,7 @@ class SpreadSearch:
         averages: dict[float, list[Average]] = {t: [] for t in self.draw_temperatures}
         targets: list[Tensor] = []
         device, held = self.network.device, 0
-        with evaluating(self.model):
+        with evaluating(self.model), self._scaled_in_place(factors):
             for inputs, wanted in self.held_out.first(examples).batches:
                 inputs, wanted = to_device(inputs, device), wanted.to(device or "cpu")
                 outputs = []
@@ -236,6 +244,18 @@ class SpreadSearch:
                     )
         return found
 
+    @contextlib.contextmanager
+    def _scaled_in_place(self, factors: Mapping[Site, Tensor]) -> Iterator[None]:
+        """In the block, sites that draw outputs and no weights have the spread that is tried."""
+        local = [site for site in factors if not site.posterior.joint]
+        held = [(p, p.detach().clone()) for site in local for p in site.parameters().values()]
+        try:
+            for site in local:
+                site.posterior.scale_spread_(float(factors[site]))
+            yield
+        finally:
+            put_back(held)
+
     def _prefix_kept(self, inputs: Any) -> contextlib.AbstractContextManager[None]:
         """In the block, what lies before the first site is not run again for every draw of these inputs."""
         if self.view is not None or not isinstance(inputs, Tensor) or self.draws < 2:
@@ -243,7 +263,8 @@ class SpreadSearch:
         if not self._looked:
             self._looked = True
             with sites_alone_learn(self.network, self.model):
-                self._prefix = find_prefix(self.model, inputs)
+                self._prefix = find_prefix(self.model, inputs[:2])
+            self.passes += _PREFIX_PASSES
         return contextlib.nullcontext() if self._prefix is None else self._prefix.serving(self._prefix.values(inputs))
 
     def _tell(self, more: int = 0) -> None:
@@ -275,10 +296,14 @@ def slope_(network: PatchedNetwork, slope: float = -1.0) -> None:
 
 @torch.no_grad()
 def relative_spread(site: Site, draw: NetworkDraw) -> float:
-    """The root mean square of a site's deviations from its mean in one draw, as a part of that of the mean itself."""
+    """The root mean square of a site's deviations from its mean in one draw, as a part of that of the mean itself; where
+    weights are not drawn, of all draws."""
     mean, value = site.posterior.mean(), site.realized(draw)
     names = [name for name in site.posterior.names if mean[name].is_floating_point()]
-    apart = sum(float((value[name] - mean[name]).double().square().sum()) for name in names)
+    if site.posterior.joint:
+        apart = sum(float((value[name] - mean[name]).double().square().sum()) for name in names)
+    else:
+        apart = sum(float(value.double().sum()) for value in site.posterior.variance().values())
     size = sum(float(mean[name].double().square().sum()) for name in names)
     return math.sqrt(apart / size) if size else 0.0
 
@@ -295,4 +320,4 @@ def _scales(site: Site) -> bool:
         with torch.no_grad():
             for name, value in kept.items():
                 site.module._parameters[name].copy_(value)  # type: ignore[union-attr]
-    return site.posterior.noise != "example"
+    return site.posterior.noise != "example" or not site.posterior.joint

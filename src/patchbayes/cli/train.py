@@ -107,6 +107,14 @@ def train(
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="Then fit spread and temperature to the held-out part (calibrate_).")
     ] = False,
+    views: Annotated[
+        bool,
+        typer.Option(
+            "--views",
+            help="With --calibrate: each draw sees a view of the image, such as the augmentation makes; so do evaluate and "
+            "predict.",
+        ),
+    ] = False,
     trust_code: TrustCode = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the last row of metrics as JSON.")] = False,
@@ -151,6 +159,8 @@ def train(
     typed = {name: value for name, value in named.items() if value is not None} | dict(map(_setting, settings or []))
     _refuse_code_of_files({key: value for key, value in chosen.items() if key not in typed}, trust_code)
     chosen |= typed
+    if views and not calibrate:
+        raise typer.BadParameter("--views goes with --calibrate.")
     missing = [f"--{name}" for name in ("data", "model") if name not in chosen]
     if missing:
         raise typer.BadParameter(f"give {' and '.join(missing)}.")
@@ -163,7 +173,7 @@ def train(
         )
         best = trials[0]
         if calibrate and best.noise:
-            calibrate_run(RunFolder(best.folder))
+            calibrate_run(RunFolder(best.folder), with_views=views)
         if as_json:
             show_json({**dataclasses.asdict(best), "folder": str(best.folder)})
             return
@@ -175,7 +185,7 @@ def train(
     run = train_network(settings_of_run, folder, resume=resume, quiet=quiet, trust_code=True, say=tell)
     if not is_first():
         return
-    calibrated = calibrate_run(run) if calibrate else None
+    calibrated = calibrate_run(run, with_views=views) if calibrate else None
     history = run.history()
     if as_json:
         show_json({"folder": str(folder), **(history[-1] if history else {})})

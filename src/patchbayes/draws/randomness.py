@@ -35,7 +35,10 @@ def integers(key: Tensor, start: int, stop: int, device: torch.device | None = N
 
 
 def normal_like(like: Tensor, key: Tensor) -> Tensor:
-    """Standard normal noise of the stream `key` (0-dim int64), in the shape, dtype and device of `like`."""
+    """Standard normal noise of the streams `key`, in the shape, dtype and device of `like`.
+
+    key () gives one stream for the whole tensor; key (B,) one stream for each row of dimension 0.
+    """
     return (_normal_op if torch.compiler.is_compiling() else _normal)(like.detach(), key)
 
 
@@ -90,7 +93,12 @@ def _mix_(x: Tensor) -> Tensor:
 
 
 def _normal(like: Tensor, key: Tensor) -> Tensor:
-    return torch.randn(like.shape, dtype=like.dtype, device=like.device, generator=_generator(key, like.device))
+    if key.dim() == 0:
+        return torch.randn(like.shape, dtype=like.dtype, device=like.device, generator=_generator(key, like.device))
+    made = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+    for row, row_key in zip(made, key, strict=True):
+        row.copy_(_normal(row, row_key))
+    return made
 
 
 def _bernoulli(like: Tensor, key: Tensor, keep: float) -> Tensor:

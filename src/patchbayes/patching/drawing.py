@@ -39,6 +39,7 @@ def use_draw(model: nn.Module, draws: Draws | None = None) -> Iterator[None]:
     the block too.
     """
     network = network_of(model)
+    check_functions(network, "use_draw")
     if draws is None:
         held = network.advance()
     else:
@@ -81,6 +82,7 @@ def forward_draws(model: nn.Module, inputs: Any, draws: int | Draws = 1) -> Tens
     outputs, drawn = [], []
     if isinstance(draws, Draws):
         network.check(draws)
+        check_functions(network, "forward_draws with Draws")
     elif isinstance(draws, bool) or not isinstance(draws, int) or draws < 1:
         raise PatchbayesError(f"forward_draws(draws={draws!r}): expected a number of at least 1, or Draws.")
     for number in range(draws if isinstance(draws, int) else len(draws)):
@@ -99,6 +101,16 @@ def forward_draws(model: nn.Module, inputs: Any, draws: int | Draws = 1) -> Tens
         stacked = stacked.as_subclass(DrawnOutputs)
         stacked.draw_weights, stacked.law = None if isinstance(draws, int) else draws.weights, law
     return stacked
+
+
+def check_functions(network: PatchedNetwork, what: str) -> None:
+    """Refuse sites whose draws are no functions of the inputs, where one function for all inputs is wanted."""
+    for site in network.sites:
+        if not site.posterior.joint:
+            raise PatchbayesError(
+                f'{what}: "{site.name}" ({site.method.label}) draws outputs for each example, and no function of all of them.\n'
+                '  do       patch it with form="weights".'
+            )
 
 
 class DrawnOutputs(Tensor):

@@ -17,7 +17,7 @@ from ..likelihoods import Categorical, Likelihood, checked_likelihood
 from ..posteriors.method import Method
 from ..posteriors.posterior import Posterior, own_parameters
 from ..prior import LearnedPrior, Prior
-from .drawing import hold
+from .drawing import check_functions, hold
 from .frames import MEAN
 from .network import PatchedNetwork, Site, network_of, own_network, site_of
 from .report import PatchReport, number_of_parameters, report_on
@@ -305,6 +305,7 @@ def _is_channels_last(value: Tensor) -> bool:
 def _collapsed(network: PatchedNetwork, site: Site, keep: int | str | Draws) -> dict[str, Tensor]:
     if isinstance(keep, Draws):
         network.check(keep)
+        check_functions(network, "unpatch_(keep=draws)")
         if len(keep) != 1:
             raise PatchbayesError(f"unpatch_: one draw can be kept, got {len(keep)}; pass draws[i].")
         return site.realized(keep.network_draw(0, network.device))

@@ -69,6 +69,7 @@ class MixturePosterior(Posterior):
         self._fresh = initialized_again(layer, method.components - 1, generator) if method.init == "independent" else []
         p = method.probabilities
         self._log_p = None if p is None else torch.tensor(p, dtype=torch.float64).log()
+        self._p = self.probabilities()
         self.learns_law = method.learn_probabilities and method.outcomes > 1
         if self.learns_law:
             like = next(iter(values.values()))
@@ -108,6 +109,7 @@ class MixturePosterior(Posterior):
         else:
             self.method = replace(self.method, probabilities=tuple((p / p.sum()).tolist()))
             self._log_p = p.detach().double().cpu().log()
+            self._p = self.probabilities()
 
     def share_law_(self, owner: Posterior) -> None:
         if self.learns_law != owner.learns_law:
@@ -218,6 +220,21 @@ class MixturePosterior(Posterior):
             p[1:], stored[1:] - stored[0], dims=1
         )  # equal components are their mean exactly
 
+    def variance(self) -> dict[str, Tensor]:
+        if self.method.tie != "element":
+            return super().variance()
+        values = {}
+        for name in self.names:
+            stored = self.stored(name)
+            if name in self._unmixed:
+                values[name] = torch.zeros_like(stored[0])
+            else:  # around the mean, so that nothing cancels; a component at zero lies one mean away from it
+                mean, p = self._mean_of(name, stored), self._law(stored)
+                values[name] = torch.tensordot(p[: len(stored)], (stored - mean).square(), dims=1)
+                if self.method.zero:
+                    values[name] = values[name] + p[-1] * mean.square()
+        return {name: value + self.method.sigma**2 for name, value in values.items()}
+
     def component(self, number: int) -> dict[str, Tensor]:
         if not 0 <= number < self.method.outcomes:
             raise PatchbayesError(f"component {number}: this site has the components 0 to {self.method.outcomes - 1}.")
@@ -288,7 +305,7 @@ class MixturePosterior(Posterior):
         """Probabilities of all outcomes, (K,) or with the zero component (K + 1,), in the dtype of `like`."""
         if self.learns_law:
             return torch.softmax(self.logits.double(), 0).to(like)
-        p = self.probabilities() or (1 / self.method.outcomes,) * self.method.outcomes
+        p = self._p or (1 / self.method.outcomes,) * self.method.outcomes
         return torch.tensor(p, dtype=like.dtype, device=like.device)
 
     def _affine_per_example(

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import PatchbayesError
+from .local import Form, LocalForm, check_form, check_local
 from .method import Method
 from .posterior import CHILD, KL, Posterior, PriorTerms, Role, SiteDraw, own_parameters, root_mean_square
 
@@ -18,9 +19,11 @@ class MeanField(Method):
     """Independent Gaussians, w = mean + softplus(s) * eps, with mean and s learned: twice the parameters.
 
     scale   initial deviation, as a multiple of the parameter's root mean square.
+    form    "weights", or "local": the outputs of linear layers are drawn for every example (`posteriors.local`).
     """
 
     scale: float = 0.1
+    form: Form = "weights"
 
     default_sites = "all"
     start_fields = ("scale",)
@@ -31,13 +34,17 @@ class MeanField(Method):
             raise PatchbayesError(
                 f"MeanField(scale={self.scale!r}): the initial deviation is a finite multiple above 0."
             )
+        check_form("MeanField", self.form)
 
     @property
     def label(self) -> str:
-        return "MeanField"
+        return "MeanField" if self.form == "weights" else "MeanField(local)"
 
     def posterior(self, module: nn.Module, generator: torch.Generator) -> "MeanFieldPosterior":
-        return MeanFieldPosterior(self, module, tuple(own_parameters(module)))
+        if self.form == "weights":
+            return MeanFieldPosterior(self, module, tuple(own_parameters(module)))
+        check_local(module)
+        return LocalMeanFieldPosterior(self, module, tuple(own_parameters(module)))
 
 
 class MeanFieldPosterior(Posterior):
@@ -71,6 +78,9 @@ class MeanFieldPosterior(Posterior):
     def mean(self) -> dict[str, Tensor]:
         return {name: self.layer._parameters[name] for name in self.names}
 
+    def variance(self) -> dict[str, Tensor]:
+        return {name: self.deviation(name).square() for name in self.names}
+
     def component(self, number: int) -> dict[str, Tensor]:
         if number:
             raise PatchbayesError(f"component {number}: a mean-field site has only its mean, component 0.")
@@ -100,3 +110,7 @@ class MeanFieldPosterior(Posterior):
         found = {name: stored[name] for name in self.names if name in stored}
         means = {name: both[0] for name, both in found.items()}
         return means | {f"{CHILD}.before_softplus.{name}": both[1] for name, both in found.items()}
+
+
+class LocalMeanFieldPosterior(LocalForm, MeanFieldPosterior):
+    """The same Gaussian, with outputs drawn in the place of weights."""

@@ -108,10 +108,7 @@ class GaussianDropoutPosterior(Posterior):
     def _noise(self, activations: Tensor, d: SiteDraw) -> Tensor:
         """Standard normal, in the shape of the activations; where the draw numbers examples, dimension 0 counts them."""
         keys = fold(self.example_keys(d, activations.shape[0]) if activations.dim() else d["key"], self.stream)
-        if keys.dim() == 0:
-            return normal_like(activations, keys)
-        rows = [normal_like(row, key) for row, key in zip(activations, keys, strict=True)]
-        return torch.stack(rows) if rows else activations.detach()
+        return normal_like(activations, keys)
 
     @torch.no_grad()
     def scale_spread_(self, factor: float) -> None:

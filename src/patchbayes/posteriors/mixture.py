@@ -14,6 +14,7 @@ from torch import nn
 
 from ..errors import PatchbayesError
 from .components import MixturePosterior
+from .local import Form, LocalForm, check_form, check_local
 from .method import Method, constructor
 
 Tie = Literal["network", "site", "unit", "element"]
@@ -41,6 +42,8 @@ class Mixture(Method):
     learn_probabilities  learn p, from `probabilities` on: the softmax of logits that every site has for itself. `kl` then
                  holds log K - H(p) for every independent draw, the divergence from a uniform prior on the assignment. Train
                  with `forward_draws`, of two draws or more: only its outputs tell `negative_elbo` what was drawn.
+    form         "weights", or with tie "element" also "local": the outputs of linear layers are drawn for every example, of the
+                 mean and variance that drawn weights give them (`posteriors.local`).
     """
 
     components: int = 5
@@ -55,6 +58,7 @@ class Mixture(Method):
     statistics: Statistics = "shared"
     per_example: bool = False
     learn_probabilities: bool = False
+    form: Form = "weights"
 
     def __post_init__(self) -> None:
         _check(self)
@@ -73,8 +77,8 @@ class Mixture(Method):
         name = names.get((self.tie, self.zero), f"Mixture({self.tie}{', zero' if self.zero else ''})")
         if self.outcomes == 1:
             name = "GaussianNoise"
-        sigma = f", sigma={self.sigma:g}" if self.sigma else ""
-        return f"{name}(K={self.components}{sigma})" if not self.zero else f"{name}{sigma}"
+        more = (f", sigma={self.sigma:g}" if self.sigma else "") + (", local" if self.form == "local" else "")
+        return f"{name}(K={self.components}{more})" if not self.zero else f"{name}{more}"
 
     start_fields: ClassVar[tuple[str, ...]] = ("init", "jitter", "norm_scale", "per_example")
 
@@ -97,7 +101,14 @@ class Mixture(Method):
         return replace(self, init="copies", jitter=0.0, norm_scale=None)
 
     def posterior(self, module: nn.Module, generator: torch.Generator) -> MixturePosterior:
-        return MixturePosterior(self, module, generator)
+        if self.form == "weights":
+            return MixturePosterior(self, module, generator)
+        check_local(module)
+        return LocalMixturePosterior(self, module, generator)
+
+
+class LocalMixturePosterior(LocalForm, MixturePosterior):
+    """The same mixture, with outputs drawn in the place of weights."""
 
 
 @constructor
@@ -145,6 +156,7 @@ def ECMP(
     mix_bias: bool | None = None,
     per_example: bool = False,
     learn_probabilities: bool = False,
+    form: Form = "weights",
 ) -> Mixture:
     """Ensemble Cross Model Patching, Eq. (5): every element of weight and bias draws its own component."""
     return Mixture(
@@ -159,11 +171,19 @@ def ECMP(
         mix_bias=mix_bias,
         per_example=per_example,
         learn_probabilities=learn_probabilities,
+        form=form,
     )
 
 
 @constructor
-def DropConnect(rate: float, *, sigma: float = 0.0, mix_bias: bool | None = None, learn_rate: bool = False) -> Mixture:
+def DropConnect(
+    rate: float,
+    *,
+    sigma: float = 0.0,
+    mix_bias: bool | None = None,
+    learn_rate: bool = False,
+    form: Form = "weights",
+) -> Mixture:
     """DropConnect (table 2): every weight is dropped with probability `rate`; the bias stays. No rescaling, as in Eq. (1)."""
     check_rate("DropConnect", rate)
     return Mixture(
@@ -174,6 +194,7 @@ def DropConnect(rate: float, *, sigma: float = 0.0, mix_bias: bool | None = None
         sigma=sigma,
         mix_bias=mix_bias,
         learn_probabilities=learn_rate,
+        form=form,
     )
 
 
@@ -251,6 +272,11 @@ def _check(method: Mixture) -> None:
                 f"probabilities={tuple(p)!r}", f"probabilities are at least 0 and sum to 1 (their sum is {sum(p):g})"
             )
 
+    check_form("Mixture", method.form)
+    if method.form == "local" and (method.tie != "element" or method.per_example or method.learn_probabilities):
+        refuse(
+            'form="local"', 'it goes with tie="element" (ECMP, DropConnect), fixed probabilities and per_example=False'
+        )
     if method.learn_probabilities and (method.outcomes == 1 or (p is not None and not min(p) > 0)):
         what = "a single component has none" if method.outcomes == 1 else "all must start above 0"
         refuse(f"learn_probabilities=True, probabilities={p!r}", f"probabilities cannot be learned: {what}")

@@ -83,11 +83,13 @@ class Posterior(nn.Module):
     kept    those that stay in the layer and enter this posterior's `kl`: by default the random ones that it did not take.
     noise   what is drawn besides the categorical draws: nothing, something for each "draw", or for each "example" (then
             `realize` does not suffice, and `apply_to` says what happens).
+    joint   whether a draw is one function of all inputs; where it is not, what needs functions is refused.
     offset, stream   the place in the network's draw: the first draw group, and the first stream of noise.
     """
 
     noise: Noise = "none"
     noise_source: str | None = None  # noise in words, for messages
+    joint: ClassVar[bool] = True
     num_components: int = 0  # how many `component` knows
     kl_draws: bool = False  # whether `kl` is estimated from a draw, and wants it as `d`
     learns_law: bool = False  # whether the probabilities of the categorical draws are learned
@@ -144,6 +146,10 @@ class Posterior(nn.Module):
     @abstractmethod
     def mean(self) -> dict[str, Tensor]:
         """The expectation of every random parameter, (*shape)."""
+
+    def variance(self) -> dict[str, Tensor]:
+        """The variance of every element of every random parameter, (*shape), where elements are independent."""
+        raise PatchbayesError(f"variance: the elements of {self.method.label} are not independent.")
 
     def component(self, number: int) -> dict[str, Tensor]:
         """Component `number` of every random parameter, (*shape)."""

@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import PatchbayesError
+from .local import Form, LocalForm, check_form, check_local
 from .method import Method
 from .posterior import (
     Groups,
@@ -29,10 +30,12 @@ class Spread(Method):
 
     components   K, at least 2. With five, stratified draws are balanced in every block of five.
     size         s at the start, as a multiple of the parameter's root mean square.
+    form         "weights", or "local": the outputs of linear layers are drawn for every example (`posteriors.local`).
     """
 
     components: int = 5
     size: float = 0.1
+    form: Form = "weights"
 
     default_sites = "all"
     start_fields = ("size",)
@@ -43,20 +46,24 @@ class Spread(Method):
         known = isinstance(self.size, int | float) and not isinstance(self.size, bool)
         if not (known and math.isfinite(self.size) and self.size >= 0):
             raise PatchbayesError(f"Spread(size={self.size!r}): expected a finite number of at least 0.")
+        check_form("Spread", self.form)
 
     @property
     def label(self) -> str:
-        return f"Spread({self.components})"
+        return f"Spread({self.components}{', local' if self.form == 'local' else ''})"
 
     @property
     def random_at_start(self) -> bool:
         return self.size > 0
 
     def without_spread(self) -> "Spread":
-        return Spread(self.components, 0.0)
+        return replace(self, size=0.0)
 
     def posterior(self, module: nn.Module, generator: torch.Generator) -> "SpreadPosterior":
-        return SpreadPosterior(self, module, tuple(own_parameters(module)))
+        if self.form == "weights":
+            return SpreadPosterior(self, module, tuple(own_parameters(module)))
+        check_local(module)
+        return LocalSpreadPosterior(self, module, tuple(own_parameters(module)))
 
 
 class SpreadPosterior(Posterior):
@@ -89,6 +96,9 @@ class SpreadPosterior(Posterior):
     def mean(self) -> dict[str, Tensor]:
         return {name: self.layer._parameters[name] for name in self.names}
 
+    def variance(self) -> dict[str, Tensor]:
+        return {name: self.sizes[name].square().expand(self._shapes[name]) for name in self.names}
+
     def component(self, number: int) -> dict[str, Tensor]:
         if number:
             raise PatchbayesError(
@@ -109,6 +119,10 @@ class SpreadPosterior(Posterior):
 
     def roles(self) -> dict[str, Role]:
         return {name: "law" for name, _ in self.named_parameters()}
+
+
+class LocalSpreadPosterior(LocalForm, SpreadPosterior):
+    """The same law, with outputs drawn in the place of weights."""
 
 
 def steps(number: int) -> Tensor:

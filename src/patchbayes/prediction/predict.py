@@ -174,7 +174,8 @@ class Predicting:
         self.tolerance = options.get("tolerance") or _TOLERANCE if draws == "auto" else None
         if network is not None:
             refuse_sharded(network, "predict")
-        if network is not None and draws != "mean":
+        one_network = network is not None and not network.sites and options.get("views") is not None  # sees every view
+        if network is not None and draws != "mean" and not one_network:
             made = make_draws(model, network, draws, options.get("sampling", "balanced"), options.get("generator"))
             self.machine = Engine(
                 model,

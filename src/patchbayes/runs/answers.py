@@ -15,6 +15,7 @@ from ..patching.selection import evaluating
 from ..prediction.on_ranks import predict_on_ranks
 from ..prediction.predict import Sampling, make_draws
 from ..ranks import exchanged, part_of, rank_and_number
+from ..views import Views
 
 _KEPT = 2**26  # values of single draws held at a time: 256 MB
 _TOP = 5
@@ -74,13 +75,19 @@ Batches = Iterable[tuple[Tensor, Tensor]]
 
 
 def class_answers(
-    model: nn.Module, batches: Batches, draws: int, *, curve: Iterable[int] = (), sampling: Sampling = "balanced"
+    model: nn.Module,
+    batches: Batches,
+    draws: int,
+    *,
+    curve: Iterable[int] = (),
+    sampling: Sampling = "balanced",
+    views: Views | None = None,
 ) -> ClassAnswers:
     """The predictive of a classifier, patched or not, with the scores of smaller numbers of draws beside it.
 
     An unpatched network answers once; its mutual information and disagreement are zero. A point S of the curve comes from
     groups of S draws of the kind that `predict` makes for S by that `sampling`; where it would take all networks there are,
-    from stratified ones (independent ones for "iid").
+    from stratified ones (independent ones for "iid"). `views` are those of `predict`.
     """
     if not is_patched(model):
         return _plain_class_answers(model, batches)
@@ -90,13 +97,13 @@ def class_answers(
     parts: list[tuple[Tensor, ...]] = []
     scores: dict[int, list[tuple[Tensor, ...]]] = {number: [] for number in points}
     for inputs, targets in batches:
-        prediction = predict_on_ranks(model, inputs, taken, keep_draws=True)
+        prediction = predict_on_ranks(model, inputs, taken, keep_draws=True, views=views)
         unlike = _disagreement(prediction.draw_probs.argmax(-1), prediction.weights)
         parts.append((prediction.log_probs, targets, prediction.mutual_information, unlike))
         for pool, numbers in pools:
-            kept = prediction if pool is taken else predict_on_ranks(model, inputs, pool, keep_draws=True)
+            kept = prediction if pool is taken else predict_on_ranks(model, inputs, pool, keep_draws=True, views=views)
             for number in numbers:
-                scores[number].append(_scores_of_groups(number, kept.draw_probs, targets))
+                scores[number].append(_scores_of_groups(number, kept.draw_probs, targets, kept.temperature))
     joined = [torch.cat(column).cpu() for column in zip(*parts, strict=True)]
     at_draws = {
         number: ScoresAtDraws(*(torch.cat(column, dim=1).cpu() for column in zip(*rows, strict=True)))
@@ -141,10 +148,12 @@ def fitting_batch_size(draws: int, outputs: int, largest: int = 256) -> int:
     return max(1, min(largest, _KEPT // (draws * outputs)))
 
 
-def _scores_of_groups(size: int, draw_probs: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+def _scores_of_groups(size: int, draw_probs: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, ...]:
     """The parts of `ScoresAtDraws` (R, B), of averages over R disjoint groups of `size` draws."""
     repeats = min(_REPEATS, len(draw_probs) // size)
     means = draw_probs[: repeats * size].unflatten(0, (repeats, size)).mean(1)
+    if temperature != 1:
+        means = torch.softmax(means.log() / temperature, -1)
     targets = targets.to(means.device)
     confidence, named = means.max(-1)
     chosen = means.gather(-1, targets.expand(repeats, -1).unsqueeze(-1)).squeeze(-1)

@@ -138,6 +138,7 @@ class _Evaluated:
         self.dataset: Dataset = run.dataset(options.data_dir)
         self.split: Split = self.dataset.part(options.split)
         self.fitted_on = options.temperature_on
+        self.views = run.views(options.which)
         self._check()
         if self.fitted_on is None and self.dataset.held_out is not None and not self._scores("held_out"):
             self.fitted_on = "held_out"
@@ -175,7 +176,13 @@ class _Evaluated:
     def classifier(self) -> Classifier:
         data = self.dataset
         return Classifier(
-            self.name, self.model, data.preparation, data.input_shape, data.num_outputs, self.options.sampling
+            self.name,
+            self.model,
+            data.preparation,
+            data.input_shape,
+            data.num_outputs,
+            self.options.sampling,
+            self.views,
         )
 
     def _classification(self, others: Mapping[str, Split], say: Callable[[str], None]) -> dict[str, Any]:
@@ -183,12 +190,13 @@ class _Evaluated:
         size = fitting_batch_size(options.draws, data.num_outputs)
         batches = data.batches(self.split, size)
         curve = sorted({*options.curve, options.draws})
-        answers = class_answers(self.model, batches, options.draws, curve=curve, sampling=options.sampling)
+        how: dict[str, Any] = {"sampling": options.sampling, "views": self.views}
+        answers = class_answers(self.model, batches, options.draws, curve=curve, **how)
         temperature = None
         if self.fitted_on is not None:
             say(f"{self.name}: fitting a temperature on {self.fitted_on}")
             held_out = data.batches(data.part(self.fitted_on), size)
-            kept = class_answers(self.model, held_out, min(options.draws, 20), sampling=options.sampling)
+            kept = class_answers(self.model, held_out, min(options.draws, 20), **how)
             temperature = classification.temperature_scores(answers, kept, self.fitted_on, options.replicates)
         reliability, histogram, coverage = classification.shapes_of_confidence(answers)
         return {
@@ -212,7 +220,8 @@ class _Evaluated:
         if not others:
             return ()
         few = min(self.options.draws, 20)
-        known = class_answers(self.model, self.dataset.batches(self.split, size), few, sampling=self.options.sampling)
+        batches = self.dataset.batches(self.split, size)
+        known = class_answers(self.model, batches, few, sampling=self.options.sampling, views=self.views)
         found: list[OutOfDistribution] = []
         for spec, other in others.items():
             say(f"{self.name}: inputs of {spec}")
@@ -252,6 +261,7 @@ class _Evaluated:
             "num_examples": len(self.split),
             "classes": tuple(self.dataset.classes),
             "draws": self.options.draws,
+            "views": None if self.views is None else self.views.name,
             "seed": training.get("seed", config.get("seed", 0)),
             "command": self.options.command,
             "train_command": config.get("command") or _train_command(self.run),

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from torch import nn
 
 from ..data import Dataset
+from ..data.preparation import Preparation
 from ..errors import CheckpointMismatch, PatchbayesError, UntrustedCode
 from ..files import open_regular, parse_json, read_json, write_atomically
 from ..likelihoods import Categorical, Gaussian, Likelihood
@@ -17,6 +18,7 @@ from ..nets.named import build_net
 from ..patching.checkpoint import load_
 from ..patching.network import network_of
 from ..patching.patch import is_patched
+from ..views import Views, matching
 from .config import MOST_THREADS, TrainingConfig
 from .data_record import check_record, dataset_of
 from .entry import Entry
@@ -36,6 +38,7 @@ class RunFolder:
                          TrainingConfig of a training, "base" path and sha256 of the checkpoint of a bayesianizing
     metrics.jsonl        a row of numbers for each epoch
     log.txt              what happened when
+    calibration.json     what `train --calibrate` did to best.safetensors, and the views that it is to be asked with
     last.safetensors     the whole state of a training; best.safetensors the network that was best on the held-out part
     patch.safetensors    the patches of a bayesianizing
     """
@@ -129,6 +132,17 @@ class RunFolder:
             return Gaussian(rows[-1]["output_precision"])
         precision = self.config.get("training", self.config).get("output_precision")
         return Gaussian(1.0 if precision is None else precision)
+
+    def views(self, which: Which = "best") -> Views | None:
+        """The views that the network was calibrated with, and predicts with; None for none."""
+        mark = self.path / "calibration.json"
+        if self.kind != "train" or which != "best" or not mark.exists():
+            return None
+        content = read_json(mark)
+        calibrated = content.get("sha256") == sha256_of(self.path / "best.safetensors")
+        if not calibrated or content.get("views") is None:
+            return None
+        return matching(Preparation.from_config(self.config["data"]["preparation"]).augmentation)
 
     def history(self) -> list[dict[str, Any]]:
         """The rows of metrics.jsonl; a last line that is being written is left out."""

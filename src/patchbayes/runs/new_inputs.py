@@ -22,6 +22,7 @@ from ..patching.patch import is_patched
 from ..prediction import Conformal, conformal, predict
 from ..prediction.predict import MOST_DRAWS, make_draws
 from ..prediction.prediction import check_level
+from ..views import Views
 from .answers import class_answers, fitting_batch_size
 from .folder import RunFolder, Which
 
@@ -49,6 +50,7 @@ class NewInputs:
     threshold: float | None = None
     risk: float | None = None
     covering: Conformal | None = None
+    views: Views | None = None
 
     @property
     def _draws(self) -> Any:
@@ -88,7 +90,8 @@ class NewInputs:
             raise PatchbayesError(
                 f"predict: {folder} is not patched and answers once; a tolerance is for a network that draws."
             )
-        return cls(model, run, data_dir, run.likelihood(which), draws, taken, tolerance, batch_size)
+        views, likelihood = run.views(which), run.likelihood(which)
+        return cls(model, run, data_dir, likelihood, draws, taken, tolerance, batch_size, views=views)
 
     @property
     def data(self) -> Mapping[str, Any]:
@@ -106,7 +109,7 @@ class NewInputs:
             raise PatchbayesError("predict: a risk is for classification; a regression gives deviations instead.")
         dataset = self._unseen(part)
         size = fitting_batch_size(self.draws, dataset.num_outputs)
-        found = class_answers(self.model, dataset.batches(dataset.part(part), size), self.draws)
+        found = class_answers(self.model, dataset.batches(dataset.part(part), size), self.draws, views=self.views)
         confidence, named = found.log_probs.max(1)
         threshold = threshold_at_risk(confidence.exp().clamp_max(1), named == found.targets, risk)
         return replace(self, threshold=threshold, risk=risk)
@@ -208,7 +211,9 @@ class NewInputs:
     def _predicted(self, inputs: Any) -> Any:
         """The prediction of a batch or of batches; an unpatched network answers in one pass."""
         likelihood = None if self.data["task"] == "classification" else self.likelihood
-        return predict(self.model, inputs, self._draws or 1, tolerance=self.tolerance, likelihood=likelihood)
+        return predict(
+            self.model, inputs, self._draws or 1, tolerance=self.tolerance, likelihood=likelihood, views=self.views
+        )
 
     def _class_rows(self, names: list[str], inputs: Tensor) -> Iterator[dict[str, Any]]:
         found, classes = self._predicted(inputs), self.data["classes"]

@@ -262,7 +262,8 @@ class RunScores:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationRecord(RunScores):
-    """One evaluated run. draws: as asked for; num_draws: networks that were averaged; exact: these are all there are."""
+    """One evaluated run. draws: as asked for; num_draws: networks that were averaged; exact: these are all there are; views:
+    those that the draws saw, by name."""
 
     name: str
     folder: str = ""
@@ -277,6 +278,7 @@ class EvaluationRecord(RunScores):
     draws: int | None = None
     num_draws: int | None = None
     exact: bool = False
+    views: str | None = None
     command: str | None = None
     train_command: str | None = None
     date: str | None = None

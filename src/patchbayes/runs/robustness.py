@@ -20,6 +20,7 @@ from ..metrics import (
     relative_corruption_errors,
 )
 from ..prediction.predict import Sampling
+from ..views import Views
 from .answers import ClassAnswers, class_answers, fitting_batch_size
 from .classification import bins_of
 from .record import Corruptions, OutOfDistribution
@@ -29,7 +30,8 @@ _AT_ONCE = 500  # images held at a time
 
 @dataclass(frozen=True)
 class Classifier:
-    """A network to be tested: its name, the preparation of its inputs (C, H, W), its number of classes, how it is drawn."""
+    """A network to be tested: its name, the preparation of its inputs (C, H, W), its number of classes, how it is drawn, and on
+    which views."""
 
     name: str
     model: nn.Module
@@ -37,6 +39,7 @@ class Classifier:
     input_shape: tuple[int, ...]
     num_classes: int
     sampling: Sampling = "balanced"
+    views: Views | None = None
 
     def answers(self, raw: Tensor, targets: Tensor, draws: int) -> ClassAnswers:
         """The predictive on raw inputs."""
@@ -46,7 +49,7 @@ class Classifier:
             for part, wanted in zip(raw.split(size), targets.split(size), strict=True):
                 yield self.preparation.inputs(part), wanted
 
-        return class_answers(self.model, batches(), draws, sampling=self.sampling)
+        return class_answers(self.model, batches(), draws, sampling=self.sampling, views=self.views)
 
 
 def corruption_scores(
