@@ -276,29 +276,6 @@ def pairs(record: dict[str, Any]) -> str:
     )
 
 
-def from_scratch(records: list[dict[str, Any]]) -> str:
-    """Variants of training at equal epochs: mean over seeds and the largest distance from it."""
-    lines = [
-        "| data, epochs, seeds | variant | accuracy | NLL | ECE | mutual information |",
-        "|---|---|---|---|---|---|",
-    ]
-    for record in records:
-        settings = record["settings"]
-        where = f"{settings['data']}, {settings['epochs']}, {', '.join(map(str, settings['seeds']))}"
-        for name, rows in record["rows"].items():
-            cells = [
-                _mean_and_reach([100 * row["accuracy"] for row in rows], 2, " %"),
-                _mean_and_reach([row["nll"] for row in rows], 4, ""),
-                _mean_and_reach([100 * row["ece"] for row in rows], 2, " %"),
-                _mean_and_reach([row["mutual_information"] for row in rows], 4, ""),
-            ]
-            lines.append(f"| {where} | {name} | {' | '.join(cells)} |")
-    commands = "; ".join(f"`{record['command']}` (commit {record['commit']})" for record in records)
-    return "\n".join(
-        [*lines, "", f"`small_cnn`, 20 draws, mean over seeds ± the largest distance from it. Commands: {commands}."]
-    )
-
-
 def _network(record: dict[str, Any]) -> str:
     """By the record's name."""
     return str(record["benchmark"].removeprefix("bayesianize_cifar_").partition("_seed")[0])
@@ -330,7 +307,6 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "front": ("regime_fashion", front),
     "regimes": ("regime_*", regimes),
     "ensembles": ("ensemble_*", ensembles),
-    "from_scratch": ("from_scratch_*", from_scratch),
     "training_overhead": ("training_overhead", training_overhead),
     "prediction": ("prediction", prediction),
     "prediction_targets": ("prediction", prediction_targets),
