@@ -113,7 +113,7 @@ def test_the_spread_is_scaled_where_there_is_one():
 
 @pytest.mark.parametrize(
     ("certainty", "patched", "expected"),
-    [(0.3, True, "with less noise"), (0.3, False, "Patches would gain little"), (3.0, True, "")],
+    [(0.3, True, "more epochs, less noise"), (0.3, False, "Patches would gain little"), (3.0, True, "")],
 )
 def test_the_report_says_when_a_network_is_less_sure_than_it_could_be_and_what_to_do(certainty, patched, expected):
     """Labels drawn from the network itself; then its output layer is shrunk, as of too much noise, or grown."""

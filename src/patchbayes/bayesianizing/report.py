@@ -142,15 +142,10 @@ class CalibrationReport:
         """What to do about a network that is less sure than it could be, "" for all others."""
         if self.mean_temperature >= 1:
             return ""
-        text = (
-            "The best temperature is below 1: the network is not overconfident, and noise in training can only hurt it."
-        )
+        text = "The best temperature is below 1: the network is less sure than it could be."
         if not self.factors:
             return f"{text} Patches would gain little."
-        return (
-            f"{text}\nIf it was trained with patches: train it longer, with less noise (pb.mixed(0.25)), or without patches, "
-            "and keep what has the lowest NLL here."
-        )
+        return f"{text}\nIf it was trained with patches: more epochs, less noise (pb.mixed(0.25)) or none; keep the lowest NLL."
 
 
 @dataclass(frozen=True)
