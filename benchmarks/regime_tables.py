@@ -41,7 +41,7 @@ def front(record: dict[str, Any]) -> str:
     lines += [
         "",
         f"2,000 small pictures of clothes, {record['epochs']} epochs; all rows but the first calibrated on 1,000 others; 2,000 "
-        f"test images. {seeds}; {_tried(record)}. {_said(record)} "
+        f"test images. {seeds}; dropout's rate is the best of {len(record['search']['dropout'])}. {_said(record)} "
         f"Command: `{record['command']}`, {_commits(record)}.",
     ]
     return "\n".join(lines)
