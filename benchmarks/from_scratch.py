@@ -122,7 +122,7 @@ REGIMES = {
         noises=(0.0, 0.25, 0.5, 1.0),
     ),
     "cifar": Regime(20, cifar, contest, training_step, rates=(0.1, 0.2), noises=(0.25, 0.5, 1.0)),
-    "intents": Regime(6, few_intents, contest, training_step, rates=(0.1, 0.2)),
+    "intents": Regime(6, few_intents, contest, training_step, rates=(0.1,), noises=(0.0, 0.25)),
 }
 
 
