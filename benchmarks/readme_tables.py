@@ -25,7 +25,6 @@ from engine_tables import (
 from family_tables import family, gradient_variance, probabilities
 from integration_tables import matrix, selective, sklearn_sets
 from regime_tables import before_and_after, ensembles, front, regimes
-from trained_tables import mean_and_reach
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -207,29 +206,6 @@ def _times(row: dict[str, Any]) -> str:
     return f"{'~' if row['scaled'] else ''}{row['times_unpatched']:.2g}"
 
 
-def from_scratch(records: list[dict[str, Any]]) -> str:
-    """Variants of training at equal epochs: mean over seeds and the largest distance from it."""
-    lines = [
-        "| data, epochs, seeds | variant | accuracy | NLL | ECE | mutual information |",
-        "|---|---|---|---|---|---|",
-    ]
-    for record in records:
-        settings = record["settings"]
-        where = f"{settings['data']}, {settings['epochs']}, {', '.join(map(str, settings['seeds']))}"
-        for name, rows in record["rows"].items():
-            cells = [
-                mean_and_reach([100 * row["accuracy"] for row in rows], 2, " %"),
-                mean_and_reach([row["nll"] for row in rows], 4, ""),
-                mean_and_reach([100 * row["ece"] for row in rows], 2, " %"),
-                mean_and_reach([row["mutual_information"] for row in rows], 4, ""),
-            ]
-            lines.append(f"| {where} | {name} | {' | '.join(cells)} |")
-    commands = "; ".join(f"`{record['command']}` (commit {record['commit']})" for record in records)
-    return "\n".join(
-        [*lines, "", f"`small_cnn`, 20 draws, mean over seeds ± the largest distance from it. Commands: {commands}."]
-    )
-
-
 #: Pages with tables, and the tables that they can hold with the record each is made from.
 PAGES = (
     "README.md",
@@ -247,7 +223,6 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "front": ("regime_fashion", front),
     "regimes": ("regime_*", regimes),
     "ensembles": ("ensemble_*", ensembles),
-    "from_scratch": ("from_scratch_*", from_scratch),
     "training_overhead": ("training_overhead", training_overhead),
     "prediction": ("prediction", prediction),
     "prediction_targets": ("prediction", prediction_targets),

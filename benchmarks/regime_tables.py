@@ -16,7 +16,7 @@ _TITLES = {
     "regime_underfit": "the same images, under-fitted",
     "regime_uci": "Concrete, published splits",
     "regime_cifar": "CIFAR-100, 20 classes x 250 images at 16 x 16",
-    "regime_intents": "MiniLM, 150 intents x 10 requests",
+    "regime_intents": "MiniLM, 150 intents x 5 requests",
 }
 
 
@@ -41,7 +41,7 @@ def front(record: dict[str, Any]) -> str:
     lines += [
         "",
         f"2,000 small pictures of clothes, {record['epochs']} epochs; all rows but the first calibrated on 1,000 others; 2,000 "
-        f"test images. {seeds}; {_tried(record)}. {_said(record)} "
+        f"test images. {seeds}; dropout's rate is the best of {len(record['search']['dropout'])}. {_said(record)} "
         f"Command: `{record['command']}`, {_commits(record)}.",
     ]
     return "\n".join(lines)
@@ -130,36 +130,30 @@ def _time(record: dict[str, Any], contestant: str) -> str:
 
 
 def regimes(records: list[dict[str, Any]]) -> str:
-    """All rows of all regimes, and how patches compare in each."""
-    lines = [
-        "| regime, epochs, seeds | | accuracy or RMSE | NLL | NLL / temperature scaling | ECE | temperature | training step |",
-        "|---" * 8 + "|",
-    ]
-    said = []
+    """All rows, a block for each regime, and how patches compare in it."""
+    lines = ["| | accuracy or RMSE | NLL | ECE | temperature | training step |", "|---" * 6 + "|"]
     ordered = sorted(records, key=lambda one: list(_TITLES).index(one["benchmark"]))
     for record in ordered:
-        numbers = ", ".join(str(seed) for seed in record["seed_numbers"])
-        where = f"{_TITLES[record['benchmark']]}, {record['epochs']}, {numbers}"
-        said.append(f"- {_TITLES[record['benchmark']]}: {_tried(record)}. {_said(record)}")
+        number = len(record["seeds"])
+        seeds = f"{number} seeds" if number > 1 else "one seed"
+        lines.append(f"| **{_TITLES[record['benchmark']]}**, {record['epochs']} epochs, {seeds} | | | | | |")
         for contestant in record["seeds"][0]:
             for title in [*record["seeds"][0][contestant]["rows"], *_choice(contestant)]:
                 rows = [
                     _chosen(results, contestant) if title in _choice(contestant) else results[contestant]["rows"][title]
                     for results in record["seeds"]
                 ]
-                scaled = [results["plain"]["rows"]["temperature scaling"]["nll"] for results in record["seeds"]]
-                ratios = [row["nll"] / one for row, one in zip(rows, scaled, strict=True)]
                 classes = "accuracy" in rows[0]
-                right = _spread([100 * row["accuracy"] for row in rows], 2, " %") if classes else ""
+                right = _spread([100 * row["accuracy"] for row in rows], 1, " %") if classes else ""
                 cells = [
                     right or _spread([row["rmse"] for row in rows], 2, ""),
-                    _spread([row["nll"] for row in rows], 4, ""),
-                    f"{statistics.fmean(ratios):.3f}" if classes else "",
-                    _spread([100 * row["ece"] for row in rows], 2, " %") if classes else "",
+                    _spread([row["nll"] for row in rows], 3, ""),
+                    f"{100 * statistics.fmean(row['ece'] for row in rows):.1f} %" if classes else "",
                     f"{statistics.fmean(row['temperature'] for row in rows):.2f}",
                     _time(record, contestant),
                 ]
-                lines.append(f"| {where} | {title} | {' | '.join(cells)} |")
+                lines.append(f"| {title} | {' | '.join(cells)} |")
+    said = [f"- {_TITLES[record['benchmark']]}: {_tried(record)}. {_said(record)}".rstrip() for record in ordered]
     commands = "; ".join(f"`{record['command']}` ({_commits(record)})" for record in ordered)
     notes = f"Mean of the seeds ± standard deviation; 20 draws; paired t-tests. Commands: {commands}."
     return "\n".join([*lines, "", *said, "", _beside_dropout(ordered), "", notes])
@@ -189,7 +183,7 @@ def ensembles(records: list[dict[str, Any]]) -> str:
 def _choice(contestant: str) -> list[str]:
     """The row in which every seed's held-out data choose between a method and temperature scaling, as --noise auto does."""
     kind, _, number = contestant.partition(":")
-    return [f"{kind} or nothing, as held-out data choose"] if kind in ("mixed", "dropout") and float(number) else []
+    return [f"{kind} or nothing, by held-out data"] if kind in ("mixed", "dropout") and float(number) else []
 
 
 def _chosen(results: dict[str, Any], contestant: str) -> dict[str, Any]:

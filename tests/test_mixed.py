@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import patchbayes as pb
+from calibrated_networks import batches, classifier, inputs, labels_from
 from patchbayes.errors import NothingToPatch, PatchbayesError
 from patchbayes.nets import small_cnn
 
@@ -108,3 +109,23 @@ def test_the_spread_is_scaled_where_there_is_one():
     for site in pb.patched_sites(model).values():
         site.posterior.scale_spread_(0.5)
     assert float(pb.predict(model, x, draws=20).mutual_information.mean()) < 0.5 * float(before)
+
+
+@pytest.mark.parametrize(
+    ("certainty", "patched", "expected"),
+    [(0.3, True, "more epochs, less noise"), (0.3, False, "Patches would gain little"), (3.0, True, "")],
+)
+def test_the_report_says_when_a_network_is_less_sure_than_it_could_be_and_what_to_do(certainty, patched, expected):
+    """Labels drawn from the network itself; then its output layer is shrunk, as of too much noise, or grown."""
+    model, x = classifier(), inputs(400)
+    y = labels_from(torch.softmax(model(x), -1))
+    with torch.no_grad():
+        for parameter in model[-1].parameters():
+            parameter.mul_(certainty)
+    if patched:
+        pb.patch_(model, pb.mixed(0.1))
+    report = pb.calibrate_(model, batches(x, y), budget=2000, draws=4)
+    assert (report.mean_temperature < 1) == (certainty < 1)
+    assert expected in report.warning
+    assert bool(report.warning) == bool(expected)
+    assert report.warning in str(report)

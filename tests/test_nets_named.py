@@ -69,6 +69,7 @@ def own_module(tmp_path, monkeypatch):
         "def narrow(num_outputs, input_shape): return nn.Linear(input_shape[0], num_outputs + 1)\n"
         "def lengthwise(num_outputs, input_shape): return nn.Linear(7, num_outputs)\n"
         "def bare(num_outputs): return nn.Linear(3, num_outputs)\n"
+        "def fixed(): return nn.Linear(3, 4)\n"
         "def number(num_outputs, input_shape): return 5\n"
         "def pair(num_outputs, input_shape):\n"
         "    class Pair(nn.Linear):\n"
@@ -85,6 +86,7 @@ def test_a_function_of_the_user(own_module):
     assert isinstance(network[1], nn.Linear)
     assert network[1].weight.shape == (4, 3)
     assert all(module.training for module in network.modules())  # as before it was tried
+    assert build_net(f"{own_module}:fixed", 4, (3,), trust_code=True).weight.shape == (4, 3)
 
 
 @pytest.mark.parametrize(
@@ -93,6 +95,7 @@ def test_a_function_of_the_user(own_module):
         ("{own}:absent", (3,), "has no attribute 'absent'"),
         ("no.such.module:f", (3,), "No module named"),
         ("{own}:bare", (3,), r"called as bare\(num_outputs, input_shape\)"),
+        ("{own}:fixed", (5,), r"does not take inputs of the shape \(5,\)"),
         ("{own}:number", (3,), "must return a torch.nn.Module, not a int"),
         ("{own}:narrow", (3,), r"give \(2, 5\); required is a tensor \(2, 4\)"),
         ("{own}:pair", (3,), r"give tuple; required is a tensor"),

@@ -105,7 +105,7 @@ class CalibrationReport:
             + (f" after draws at {self.draw_temperature:.3f}" if self.draw_temperature != 1 else "")
             + f"; of the mean network in one pass {self.mean_temperature:.3f}"
         )
-        lines += [self.verdict] if self.verdict else []
+        lines += [text for text in (self.verdict, self.warning) if text]
         lines += reliability_lines(self.before, self.after)
         if self.chosen != "none":
             lines += bars(self.spread, self.factors)
@@ -136,6 +136,16 @@ class CalibrationReport:
         measured = f"NLL lower by {self.gain:.4f} +- {self.gain_error:.4f} than with the temperature alone"
         spread = "The spread that was learned" if self.chosen == "learned" else "The spread that it had"
         return f"{spread}: {measured}, on examples that it was not learned on."
+
+    @property
+    def warning(self) -> str:
+        """What to do about a network that is less sure than it could be, "" for all others."""
+        if self.mean_temperature >= 1:
+            return ""
+        text = "The best temperature is below 1: the network is less sure than it could be."
+        if not self.factors:
+            return f"{text} Patches would gain little."
+        return f"{text}\nIf it was trained with patches: more epochs, less noise (pb.mixed(0.25)) or none; keep the lowest NLL."
 
 
 @dataclass(frozen=True)

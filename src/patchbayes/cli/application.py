@@ -43,7 +43,7 @@ Calibrate a network that is trained already:
         --held-out "test[:500]"
 
 Train a network on data of your own, score it, and see the report:
-    patchbayes train runs/net --data csv:table.csv#target --model mlp
+    patchbayes train runs/net --data csv:table.csv#target --model mlp --epochs 100
     patchbayes evaluate runs/net
     patchbayes report runs/net
 

@@ -33,6 +33,7 @@ class Material:
     unfamiliar: Tensor | None = None
     learning_rate: float = LEARNING_RATE
     batch: int = BATCH
+    budget: int = 40_000  # passes of calibration
 
 
 def fashion(seed: int, train: int = 2000, corrupted: int = 100) -> Material:
@@ -93,7 +94,7 @@ def contest(material: Material, contestant: str, seed: int, epochs: int) -> dict
         }
         result["rows"] = {f"dropout {number}, {name}": _scores(material, *row) for name, row in rows.items()}
     else:
-        report = calibrate_(model, held_out_batches(material), draws=DRAWS, seed=seed)
+        report = calibrate_(model, held_out_batches(material), draws=DRAWS, budget=material.budget, seed=seed)
         rows = {
             "draws": (answers(model, DRAWS, report.draw_temperature), report.temperature),
             "one pass": (answers(model, "mean"), report.mean_temperature),
@@ -171,7 +172,7 @@ def _plain_rows(material: Material, model: nn.Module, seed: int) -> dict[str, An
     plain, temperature = _tempered(material, answers(model, "mean"))
     rows = {"original": _scores(material, plain, 1.0), "temperature scaling": _scores(material, plain, temperature)}
     model = copy.deepcopy(model)
-    report = bayesianize_(model, held_out_batches(material), draws=DRAWS, seed=seed)
+    report = bayesianize_(model, held_out_batches(material), draws=DRAWS, budget=material.budget, seed=seed)
     drawn = report.calibration.chosen != "none"
     bayesianized = answers(model, DRAWS, report.calibration.draw_temperature) if drawn else plain
     return rows | {"bayesianize_": _scores(material, bayesianized, report.calibration.temperature)}

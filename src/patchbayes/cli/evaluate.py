@@ -19,6 +19,8 @@ _COLUMNS = {
     "regression": ("rmse", "log_density", "crps", "coverage_95"),
 }
 _PERCENT = ("accuracy", "ece", "coverage_95")
+#: A best temperature below this says that a network is under-fitted, and not by chance.
+_UNSURE = 0.9
 _MOST_COLUMNS = 100
 _PATIENCE = 600  # seconds that processes wait for one another
 
@@ -132,6 +134,8 @@ def show_scores(records: "list[EvaluationRecord]", task: str) -> None:
                 f"{record.name} with temperature {_shown(scaled.temperature, '.3f')} (fitted on {scaled.fitted_on}): "
                 f"NLL {_shown(scores['nll'].value, '.4f')}, ECE {_shown(scores['ece'].value, '.2f', 100)} %"
             )
+            if scaled.temperature is not None and scaled.temperature < _UNSURE:
+                show("    below 1: it is less sure than it could be. Train it for more epochs, or with less noise.")
         if found:
             against = "" if found.mce is None else f", mCE {found.mce:.1f} against {found.reference}"
             show(f"{record.name} under corruption: error {_shown(found.mean('error'), '.1f', 100)} %{against}")

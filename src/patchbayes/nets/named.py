@@ -46,7 +46,8 @@ def build_net(spec: str, num_outputs: int, input_shape: Shape, seed: int = 0, *,
     spec   a built-in name: "small_cnn", "small_resnet" (any image), "mlp" or "mlp:100,100" (hidden units; images flattened),
            "cifar_resnet20", "cifar_resnet56", "resnet18", "resnet18_cifar" (keeps the resolution of small images),
            "pyramidnet110" (alpha 270, the paper's), "pyramidnet272" (alpha 200; basic blocks, no bottlenecks); or
-           "timm:NAME", "torchvision:NAME"; or "package.module:function", called as function(num_outputs, input_shape).
+           "timm:NAME", "torchvision:NAME"; or "package.module:function", called as function(num_outputs, input_shape),
+           or without arguments where it takes none.
     trust_code   whether such a function may be imported and called; not where the name came with a file of someone else.
 
     Networks that are not built in are tried on two zero inputs, so that a wrong shape is found here.
@@ -158,11 +159,15 @@ def _third_party(spec: str, create: Callable[[], Any]) -> Any:
 def _function(spec: str, num_outputs: int, shape: Shape, trust_code: bool) -> Callable[[], Any]:
     function = named_function(spec, "model", trusted=trust_code)
     try:
-        inspect.signature(function).bind(num_outputs, shape)
+        signature = inspect.signature(function)
+        if not signature.parameters:  # it knows its sizes itself, and `_try_out` compares them
+            return lambda: called(function, spec, "model")
+        signature.bind(num_outputs, shape)
     except (TypeError, ValueError) as error:
         name = spec.partition(":")[2]
         raise PatchbayesError(
-            f"model {spec!r}: it is called as {name}(num_outputs, input_shape), which does not fit ({error})."
+            f"model {spec!r}: it is called as {name}(num_outputs, input_shape), which does not fit ({error}).\n"
+            f"  do       def {name}(num_outputs, input_shape): ..., or a function without arguments."
         ) from None
     return lambda: called(function, spec, "model", num_outputs, shape)
 
