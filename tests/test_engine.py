@@ -160,12 +160,16 @@ def test_what_vmap_cannot_do_is_done_one_by_one(monkeypatch):
     x, draws = torch.rand(3, 1, 8, 8, dtype=torch.float64), pb.Draws.sample(model, 9)
     expected = pb.predict(model, x, draws, engine="loop")
 
-    def refuse(*_args, **_options):
+    asked = []
+
+    def refuse(stage, inputs, number):
+        asked.append(number)
         raise NotImplementedError("no rule")
 
     pb.predict(model, x, draws, engine="graph")
-    monkeypatch.setattr(execution.torch, "vmap", refuse)
+    monkeypatch.setattr(execution, "_together", refuse)
     prediction = pb.predict(model, x, draws, engine="graph")
+    assert asked == [9]
     assert_same(prediction, expected, 1e-10)
     assert prediction.plan.engine == "graph"
 

@@ -81,18 +81,15 @@ def test_running_out_of_memory_halves_the_chunk(monkeypatch, method):
     model = network(method=method)
     x, draws = torch.randn(3, WIDTH), pb.Draws.sample(model, 40)
     expected = pb.predict(model, x, draws, engine="graph")
-    vmap, refused = torch.vmap, []
+    together, refused = execution._together, []
 
-    def scarce(function):
-        def run(*arguments):
-            if len(arguments[0]) > 10:
-                refused.append(len(arguments[0]))
-                raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-            return vmap(function)(*arguments)
+    def scarce(stage, inputs, number):
+        if number > 10:
+            refused.append(number)
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return together(stage, inputs, number)
 
-        return run
-
-    monkeypatch.setattr(execution.torch, "vmap", scarce)
+    monkeypatch.setattr(execution, "_together", scarce)
     prediction = pb.predict(model, x, draws, engine="graph")
     assert refused
     assert prediction.plan.chunk <= 10

@@ -4,7 +4,6 @@ import contextlib
 import copy
 import operator
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -156,9 +155,18 @@ def evaluation_copy(model: nn.Module) -> nn.Module:
     tensors = [*model.parameters(), *model.buffers()]
     memo: dict[int, Any] = {id(tensor): tensor for tensor in tensors}
     try:
-        return copy.deepcopy(model, memo).eval()
+        twin = copy.deepcopy(model, memo).eval()
     except Exception as error:
         raise NotCapturable(f"it cannot be copied: {_first_line(error)}") from error
+    for module in twin.modules():
+        if isinstance(module, nn.RNNBase) and "_flat_weights" in module.__dict__:
+            del module.__dict__["_flat_weights"]
+            module.__class__ = type(type(module).__name__, (type(module),), {"_flat_weights": _FLAT_WEIGHTS})
+    return twin
+
+
+#: The weights of a recurrent layer, read when it runs. Its own list of them would be set while it is captured: torch warns.
+_FLAT_WEIGHTS = property(lambda self: [getattr(self, name, None) for name in self._flat_weights_names], lambda *_: None)
 
 
 def capture(
@@ -186,8 +194,7 @@ def capture(
     shapes = {"args": args, "kwargs": kwargs, "drawn": [None] * len(values), "examples": {0: _DYNAMIC}}
     called = _Called(twin, list(drawn), drawing)
     try:
-        with CAPTURING, torch.no_grad(), _every_size(), _builtins_left_alone(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with CAPTURING, torch.no_grad(), _every_size(), _builtins_left_alone():
             given = (*arguments, values, examples)
             program = torch.export.export(called, given, strict=False, dynamic_shapes=shapes)
             if not _is_plain(program.graph):
