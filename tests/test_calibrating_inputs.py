@@ -13,6 +13,8 @@ from torch import nn
 import patchbayes as pb
 from calibrated_networks import batches, classifier, inputs, labels_from
 from patchbayes.bayesianizing.held_out import HeldOut, pair_of
+from patchbayes.bayesianizing.spread import SpreadSearch
+from patchbayes.bayesianizing.tries import Tried
 from patchbayes.errors import PatchbayesError
 from patchbayes.patching.network import network_of
 from patchbayes.posteriors import Spread
@@ -187,6 +189,36 @@ def test_ctrl_c_keeps_the_best_until_then() -> None:
     assert 1 <= len(report.losses) <= 3
     assert pb.is_patched(net)
     assert float(network_of(net).likelihood.temperature) == report.temperature
+
+
+@pytest.mark.parametrize("tries", [1, 4])
+@pytest.mark.usefixtures("ctrl_c_interrupts")
+def test_ctrl_c_while_layers_are_compared_keeps_the_best_until_then(
+    tries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After one try of the first set of layers, and within the look at the second."""
+    torch.manual_seed(0)
+    blocks = [layer for _ in range(4) for layer in (nn.Linear(6, 6), nn.LayerNorm(6), nn.Tanh())]
+    net, x = nn.Sequential(*blocks, nn.Linear(6, 4)).eval(), inputs(200)
+    y = labels_from(torch.softmax(classifier()(x), -1).detach())
+    found = SpreadSearch._scored
+    done: list[str] = []
+
+    def scored(search: SpreadSearch, level: float, slope: float, examples: int) -> Tried:
+        if len(done) == tries:
+            done.append("interrupted")
+            signal.raise_signal(signal.SIGINT)
+        done.append(search.layers)
+        return found(search, level, slope, examples)
+
+    monkeypatch.setattr(SpreadSearch, "_scored", scored)
+    report = pb.bayesianize_(net, batches(x, y), budget=4000)
+    assert report.interrupted
+    assert len(report.tried) == tries
+    assert pb.is_patched(net)
+    assert float(network_of(net).likelihood.temperature) == report.temperature
+    if tries == 1:
+        assert {one.layers for one in report.tried} == {"norm layers"}
 
 
 def test_modes_and_frozen_flags_come_back() -> None:
