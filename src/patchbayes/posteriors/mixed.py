@@ -23,7 +23,7 @@ def mixed(noise: float = 1.0, components: int = COMPONENTS) -> dict[str | Callab
     0.1 * noise, in training alone. 1 suits a network that would otherwise fit its training set; one that fits it only in part
     does better with 0.25, and one that is not overconfident without patches.
 
-    Each of K components is drawn in one of K steps. With Adam, give them K times the learning rate, so that they keep up, but at
+    Each of K components is drawn in one of K steps. With Adam, give them K times the learning rate, so they keep up, but at
     most 0.005: `objective.parameter_groups(model, lr=1e-3, patch_lr=5e-3)`. With SGD that was worse than one rate for all.
     Afterwards `calibrate_` fits spread and temperature.
 
