@@ -112,6 +112,9 @@ def test_the_table_fits_and_marks_the_best_and_the_rivals_that_win(record):
     worse = {**rows, "rival": {**rows["original"], "accuracy": 1.0}}
     assert best_of(worse, COLUMNS[0]) == {"rival"}
     assert "A rival is best in: right %, clean (rival)" in "\n".join(lines_of_table(worse, color=False))
+    equal, other = ({**rows, OWN[1]: {**rows[OWN[2]], "nll": rows[OWN[2]]["nll"] + more}} for more in (0.0, 0.1))
+    assert "Rows (b) are equal" in lines_of_table(equal, color=False)[-1]
+    assert "Rows (b) are equal" not in "\n".join(lines_of_table(other, color=False))
 
 
 def test_the_first_sentence_and_the_scores_below_it_have_the_numbers(record):
