@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import PatchbayesError
 from ..posteriors import mixed
-from ..posteriors.mixed import COMPONENTS
+from ..posteriors.mixed import adam_rate
 from ..posteriors.text import VANILLA, text_of_rules
 from ..runs import RunFolder, TrainingConfig, train
 from .calibrate import calibrate_
@@ -32,14 +32,16 @@ class Trial:
 
 
 def with_noise(config: TrainingConfig, noise: float) -> TrainingConfig:
-    """The same run with the patches of `mixed(noise)`, at K times the learning rate; without any where noise is 0.
+    """The same run with the patches of `mixed(noise)`; without any where noise is 0.
 
-    Each of K components is drawn in one of K steps, and would otherwise lag behind the rest. A `patch_lr` that is given stays.
+    With Adam the components get a learning rate of their own (`adam_rate`), unless `patch_lr` is given.
     """
     if not noise:
         return dataclasses.replace(config, method=VANILLA, sites=None, patch_lr=None)
     rules: dict[Any, Any] = {**mixed(noise)}
-    rate = COMPONENTS * config.chosen_lr if config.patch_lr is None else config.patch_lr
+    rate = config.patch_lr
+    if rate is None and config.optimizer != "sgd":
+        rate = adam_rate(config.chosen_lr)
     return dataclasses.replace(config, method=text_of_rules(rules), sites=None, patch_lr=rate)
 
 

@@ -5,7 +5,7 @@ from html import escape
 from importlib import resources
 from typing import Any
 
-from .demo_table import COLUMNS, LEGEND, OWN, Row, best_of, won_by_rivals
+from .demo_table import COLUMNS, LEGEND, OWN, Row, best_of, remarks
 from .reliability import reliability_picture
 
 _SHOWN = ("original", "temperature scaling", OWN[2])
@@ -19,7 +19,7 @@ def demo_page(sentence: str, tables: Mapping[str, Mapping[str, Row]], record: Ma
         pictures = "".join(reliability_picture({name: rows[name]}) for name in _SHOWN)
         parts.append(
             f'<section class="part" aria-labelledby="t{number}"><h2 id="t{number}">{escape(title.capitalize())}</h2>\n'
-            f'{_table(title, rows)}\n<p class="note">{escape(won_by_rivals(rows))}</p>\n'
+            f'{_table(title, rows)}\n<p class="note">{escape(" ".join(remarks(rows)))}</p>\n'
             f'<figure><div class="pictures">{pictures}</div><figcaption>Bars on the line: the network is right as '
             "often as it says. Stronger bars hold more images.</figcaption></figure></section>"
         )
@@ -27,6 +27,7 @@ def demo_page(sentence: str, tables: Mapping[str, Mapping[str, Row]], record: Ma
         f"Record: commit {record['commit']}, seeds {', '.join(str(seed) for seed in record['seed_numbers'])}, "
         f"command <code>{escape(record['command'])}</code>."
     )
+    lead = escape(sentence.replace("->", "→")).replace(" %", "&nbsp;%")
     legend = " ".join(escape(line) for line in (*LEGEND, "Bold: best of its column."))
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -37,7 +38,7 @@ def demo_page(sentence: str, tables: Mapping[str, Mapping[str, Row]], record: Ma
         f"<style>\n{style}\nfigure svg {{ max-width: 100%; height: auto; }}\n"
         ".pictures { display: flex; flex-wrap: wrap; gap: 0.5rem; }\n"
         "figure { max-width: none; margin-top: 1.2rem; }\n</style>\n</head>\n<body>\n"
-        f'<header><h1>An overconfident network, and what can be done</h1>\n<p class="lead">{escape(sentence)}</p></header>\n'
+        f'<header><h1>An overconfident network, and what can be done</h1>\n<p class="lead">{lead}</p></header>\n'
         f"<main>\n{chr(10).join(parts)}\n"
         f"<section class='part'>\n<p class='note'>{legend}</p>\n<p class='note'>{facts}</p>\n</section>\n"
         "</main>\n</body>\n</html>\n"
@@ -47,7 +48,7 @@ def demo_page(sentence: str, tables: Mapping[str, Mapping[str, Row]], record: Ma
 def _table(title: str, rows: Mapping[str, Row]) -> str:
     best = {column.key: best_of(rows, column) for column in COLUMNS}
     arrows = {True: "↑", False: "↓"}
-    head = "".join(f'<th scope="col">{c.heading}, {c.images} {arrows[c.more]}</th>' for c in COLUMNS)
+    head = "".join(f'<th scope="col">{c.heading}, {c.images}&nbsp;{arrows[c.more]}</th>' for c in COLUMNS)
     lines = []
     for name, row in rows.items():
         cells = [

@@ -119,14 +119,14 @@ def patched(material: Material, contestant: str, seed: int) -> nn.Module:
 
 
 def optimizer_of(model: nn.Module, contestant: str, learning_rate: float) -> torch.optim.Optimizer:
-    """Adam; the components of "mixed:NOISE" take K times the rate, as each is drawn in one of K steps."""
+    """Adam; the components of "mixed:NOISE" have a rate of their own (`adam_rate`)."""
     from ..objective import parameter_groups
-    from ..posteriors.mixed import COMPONENTS
+    from ..posteriors.mixed import adam_rate
 
     kind, _, number = contestant.partition(":")
     if kind != "mixed" or not float(number):
         return torch.optim.Adam(model.parameters(), learning_rate)
-    return torch.optim.Adam(parameter_groups(model, lr=learning_rate, patch_lr=COMPONENTS * learning_rate))
+    return torch.optim.Adam(parameter_groups(model, lr=learning_rate, patch_lr=adam_rate(learning_rate)))
 
 
 def fit(

@@ -141,8 +141,15 @@ def lines_of_table(rows: Mapping[str, Row], *, color: bool) -> list[str]:
         lines.append(
             " ".join(f"\033[1m{part}\033[0m" if color and part.endswith("*") else part for part in parts).rstrip()
         )
-    won = won_by_rivals(rows)
-    return [*lines, won] if won else lines
+    return [*lines, *remarks(rows)]
+
+
+def remarks(rows: Mapping[str, Row]) -> list[str]:
+    """What a reader would ask about the table: where a rival is best, and why two rows are the same."""
+    found = [won_by_rivals(rows)]
+    if all(rows[OWN[1]][name] == rows[OWN[2]][name] for name in ("nll", "ece", "accuracy")):
+        found.append("Rows (b) are equal: held-out images chose no spread, so that draws say what one pass says.")
+    return [line for line in found if line]
 
 
 def won_by_rivals(rows: Mapping[str, Row]) -> str:

@@ -13,6 +13,7 @@ from .mixture import ECMP
 #: K, unless told otherwise.
 COMPONENTS = 5
 _JITTER, _RATE = 0.2, 0.1
+_FASTEST = 5e-3
 
 
 def mixed(noise: float = 1.0, components: int = COMPONENTS) -> dict[str | Callable[[str, nn.Module], bool], Method]:
@@ -22,8 +23,9 @@ def mixed(noise: float = 1.0, components: int = COMPONENTS) -> dict[str | Callab
     0.1 * noise, in training alone. 1 suits a network that would otherwise fit its training set; one that fits it only in part
     does better with 0.25, and one that is not overconfident without patches.
 
-    Each of K components is drawn in one of K steps. Give them K times the learning rate, so that they keep up:
-    `objective.parameter_groups(model, lr=1e-3, patch_lr=5e-3)`. Afterwards `calibrate_` fits spread and temperature.
+    Each of K components is drawn in one of K steps. With Adam, give them K times the learning rate, so they keep up, but at
+    most 0.005: `objective.parameter_groups(model, lr=1e-3, patch_lr=5e-3)`. With SGD that was worse than one rate for all.
+    Afterwards `calibrate_` fits spread and temperature.
 
     The paper names mixed schemes as future work; `docs/training.md` has the measurements.
     """
@@ -33,3 +35,8 @@ def mixed(noise: float = 1.0, components: int = COMPONENTS) -> dict[str | Callab
         "norm+output": ECMP(components, jitter=_JITTER * noise),
         "hidden": Dropout(_RATE * noise, tie="unit", predict=False),
     }
+
+
+def adam_rate(lr: float) -> float:
+    """Adam's learning rate for components where the rest has `lr`: K times that, at most 0.005, never less than `lr`."""
+    return max(lr, min(COMPONENTS * lr, _FASTEST))
