@@ -248,7 +248,7 @@ def test_tables_come_from_records(tmp_path):
     tables = import_module("readme_tables")
     words = ["--networks", "mlp", "--sites", "last", "--batch", "8", "--draws", "4", "200", "--budget", "0.001"]
     record = run(tmp_path, *words)
-    (tmp_path / "prediction.json").write_text(json.dumps(record))
+    (tmp_path / f"{tables.PREDICTION}.json").write_text(json.dumps(record))
     text = "".join(f"<!-- table: {name} -->\nold\n<!-- end table -->\n" for name in ("prediction", "rivals"))
     made = tables.render(text, tmp_path)
     assert "old" not in made
