@@ -16,6 +16,7 @@ from engine_tables import (
     capture,
     circumstances,
     early_stopping,
+    export_time,
     first_call,
     large,
     resident,
@@ -304,6 +305,7 @@ PAGES = (
     "docs/costs.md",
     "docs/decisions.md",
     "docs/devices.md",
+    "docs/export.md",
     "docs/guide.md",
     "docs/integrations.md",
     "docs/methods.md",
@@ -342,6 +344,7 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "selective": ("sklearn_sets", selective),
     "matrix": ("matrix", matrix),
     "first_call": ("first_call", first_call),
+    "export_time": ("export_time", export_time),
 }
 
 
