@@ -118,6 +118,31 @@ def resident(record: dict[str, Any]) -> str:
     )
 
 
+def export_time(record: dict[str, Any]) -> str:
+    """Exported predictors beside `predict`."""
+    titles = {
+        "cnn": "small CNN, 16 px",
+        "vit": "ViT",
+        "bert": "BERT",
+        "mlp": "MLP 2x50",
+        "regression": "MLP 2x50, regression",
+    }
+    lines = [
+        "| network | largest difference to `predict` | onnxruntime, ms | `predict`, ms | onnxruntime / `predict` (quartiles) "
+        "| / `Predictor` | file, kB | seconds to write |",
+        "|---" * 8 + "|",
+    ]
+    for row in record["rows"]:
+        low, high = row["ratio_quartiles"]
+        lines.append(
+            f"| {titles[row['name']]} | {row['difference']:.1e} | {1e3 * row['onnx']:.3g} | {1e3 * row['predict']:.3g} "
+            f"| {row['ratio']:.2f} ({low:.2f}-{high:.2f}) | {row['of_predictor']:.2f} | {row['size'] / 1e3:.0f} "
+            f"| {row['seconds_to_write']:.0f} |"
+        )
+    text = f"Norms and output patched, ECMP, {record['draws']} draws, batch {record['batch']}; transformers of two layers of 64."
+    return "\n".join([*lines, "", f"{text} Measured {circumstances(record)}. Command: `{record['command']}`."])
+
+
 def first_call(record: dict[str, Any]) -> str:
     """First calls, and the engine beside busy processes."""
     lines = [

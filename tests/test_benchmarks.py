@@ -228,6 +228,18 @@ def test_what_digests_cost_is_measured_and_told(tmp_path):
     assert told in " ".join((FOLDER.parent / "SECURITY.md").read_text().split())
 
 
+def test_exported_predictors_are_compared_and_told(tmp_path):
+    pytest.importorskip("onnxruntime")
+    words = ["--networks", "mlp", "--draws", "2", "--batch", "3", "--budget", "0.01", "--results", str(tmp_path)]
+    import_module("export_time").main(words)
+    (row,) = json.loads((tmp_path / "export_time.json").read_text())["rows"]
+    assert 0 <= row["difference"] < 1e-5
+    assert row["ratio"] > 0
+    text = "<!-- table: export_time -->\n<!-- end table -->"
+    made = import_module("readme_tables").render(text, tmp_path)
+    assert f"| MLP 2x50 | {row['difference']:.1e} |" in made
+
+
 def test_a_rival_that_fails_says_why(monkeypatch):
     rivals = import_module("rivals")
 
@@ -248,7 +260,7 @@ def test_tables_come_from_records(tmp_path):
     tables = import_module("readme_tables")
     words = ["--networks", "mlp", "--sites", "last", "--batch", "8", "--draws", "4", "200", "--budget", "0.001"]
     record = run(tmp_path, *words)
-    (tmp_path / "prediction.json").write_text(json.dumps(record))
+    (tmp_path / f"{tables.PREDICTION}.json").write_text(json.dumps(record))
     text = "".join(f"<!-- table: {name} -->\nold\n<!-- end table -->\n" for name in ("prediction", "rivals"))
     made = tables.render(text, tmp_path)
     assert "old" not in made

@@ -190,6 +190,25 @@ def test_engine_and_loop_agree(name, method):
         torch.testing.assert_close(mine.probs, loop.probs, rtol=1e-4, atol=1e-6)
 
 
+def test_a_bfloat16_bert_gives_the_loops_numbers():
+    """Of MiniLM's size: one such ended a process with an illegal instruction once (docs/prediction.md)."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        vocab_size=100,
+        hidden_size=384,
+        num_hidden_layers=2,
+        num_attention_heads=12,
+        intermediate_size=1536,
+        num_labels=3,
+    )
+    model = transformers.BertForSequenceClassification(config).eval().to(torch.bfloat16)
+    pb.patch_(model, pb.ECMP(5), "norm+output")
+    inputs = {"input_ids": torch.arange(64).reshape(4, 16), "attention_mask": torch.ones(4, 16, dtype=torch.int64)}
+    mine, loop = (pb.predict(model, inputs, 6, engine=engine) for engine in ("graph", "loop"))
+    assert (mine.plan.engine, loop.plan.engine) == ("graph", "loop")
+    torch.testing.assert_close(mine.probs, loop.probs, rtol=0, atol=0.02)
+
+
 @pytest.mark.parametrize("name", ["bert", "llama", "vit"])
 def test_all_layers_of_a_transformer_can_be_patched(name):
     contract = pb.check_patchable(build_transformer(name), TRANSFORMERS[name][1], pb.EMP(2), "all")
