@@ -149,6 +149,8 @@ def test_what_needs_functions_is_refused(tmp_path: Path) -> None:
         pb.forward_draws(net, x, draws)
     with pytest.raises(PatchbayesError, match=said):
         pb.unpatch_(net, keep=draws)
+    with pytest.raises(PatchbayesError, match="a replicate needs one function"):
+        pb.predict(net, x, 5, keep_draws=True).sample(3)
     with pytest.raises(PatchbayesError, match="draws anew for every example"):
         pb.export(net, tmp_path / "m.pt2", example_input=x)
     for method in (

@@ -33,12 +33,13 @@ class Layout:
     """What a draw of the network consists of: the spans of all sites, one after the other.
 
     `unbounded` names what else is random (Gaussian noise, dropout masks), which makes the outcomes uncountable. How likely
-    the components are is not part of it (see `Law`): draws fit a network whatever its probabilities have become.
+    the components are is not part of it (see `Law`): draws fit a network whatever its probabilities have become. `apart` names
+    sites that draw for every input by itself what one function would give to all of them.
     """
 
-    def __init__(self, spans: Sequence[Span], unbounded: Sequence[str] = ()) -> None:
+    def __init__(self, spans: Sequence[Span], unbounded: Sequence[str] = (), apart: Sequence[str] = ()) -> None:
         self.spans = tuple(spans)
-        self.unbounded = tuple(unbounded)
+        self.unbounded, self.apart = tuple(unbounded), tuple(apart)
         starts = itertools.accumulate((span.length for span in self.spans), initial=0)
         *self.starts, self.num_groups = starts
 

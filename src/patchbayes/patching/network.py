@@ -182,7 +182,8 @@ class PatchedNetwork:
                 posterior.share_law_(next(s.posterior for s in self._owners if s.posterior.offset == networkwide))
             if posterior.noise != "none":
                 unbounded.append(f"{site.name}: {posterior.noise_source or site.method.label}")
-        self.layout, self._law = Layout(spans, unbounded), None
+        apart = [site.name for site in self.sites if not site.posterior.joint]
+        self.layout, self._law = Layout(spans, unbounded, apart), None
         self.law()
 
     @property

@@ -266,6 +266,11 @@ class Prediction(ABC):
         """The numbers of the draws behind `number` replicates, (R,) int64: each is one draw for all inputs."""
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise PatchbayesError(f"{what}: expected a number of samples of at least 1, got {number!r}.")
+        if self.draws is not None and self.draws.layout.apart:
+            raise PatchbayesError(
+                f'{what}: "{self.draws.layout.apart[0]}" draws outputs for each example; a replicate needs one function for '
+                'all of them.\n  do       patch it with form="weights".'
+            )
         return torch.multinomial(self.weights, number, replacement=True, generator=generator)
 
 
