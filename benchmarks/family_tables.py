@@ -1,4 +1,4 @@
-"""Tables of the methods' page, from the records of benchmarks/family.py and benchmarks/gradient_variance.py."""
+"""Tables of the methods' page, from the records of benchmarks/family.py, gradient_variance.py and local_form.py."""
 
 from typing import Any
 
@@ -102,3 +102,30 @@ def _seeds(record: dict[str, Any], what: str) -> str:
 
 def _command(record: dict[str, Any]) -> str:
     return f"Command: `{record['command']}`, commit {record['commit']}."
+
+
+def local_form(record: dict[str, Any]) -> str:
+    """Drawn weights and drawn outputs, NLL and time."""
+    lines = [
+        "| network, layers | NLL, drawn weights | NLL, local form | gain | time, drawn weights | time, local form |",
+        "|---" * 6 + "|",
+    ]
+    names = {"digits, smoothed": "digits", "head": "1,280 features to 1,000 classes"}
+    for row in record["rows"]:
+        both = [row[form] for form in ("weights", "local")]
+        scores = [f"{one['nll']:.4f}" if "nll" in one else "" for one in both]
+        gain = f"{row['gain']:+.4f} ± {row['gain_error']:.4f}" if "gain" in row else ""
+        times = [f"{1000 * one['seconds']:.1f} ms" for one in both]
+        seed = f", seed {row['seed']}" if "seed" in row else ""
+        title = f"{names.get(row['network'], row['network'])}, {row['sites']}{seed}"
+        lines.append(f"| {' | '.join([title, *scores, gain, *times])} |")
+    machine = record["machine"]
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"`Spread(5, {record['size']:g})`, temperatures fitted to held-out examples, 1,000 or half of them; NLL on others. "
+            f"{record['draws']} draws, processor time of {record['batch']} inputs on {machine['processor']}, 1 thread; ± the "
+            f"standard error of the paired gain. Commit {record['commit']}. Command: `{record['command']}`.",
+        ]
+    )

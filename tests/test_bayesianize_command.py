@@ -8,6 +8,7 @@ import safetensors.torch
 import torch
 
 from command_line import command, strict_json
+from patchbayes.bayesianizing.calibrate import Calibration
 from patchbayes.patching import patch as patching
 from patchbayes.runs import RunFolder
 
@@ -176,3 +177,29 @@ def test_it_predicts_and_refers_on_a_part_that_is_named(chosen, place):
     )
     assert row.keys() >= {"class", "probability", "refer"}
     assert "only a training can be resumed" in command("train --resume", chosen[0], code=1).err
+
+
+def test_a_run_without_patches_is_evaluated_and_asked(place, tmp_path, monkeypatch):
+    """Where draws are not chosen: the file holds the temperature, and everything takes one pass of the network given."""
+    images = pytest.importorskip("PIL.Image")
+    monkeypatch.setattr(Calibration, "_gain", lambda self, *given: (0.0, 1.0, False))
+    folder = tmp_path / "none"
+    said = command(f"bayesianize {DATA} --held-out test[:120] --budget 2000", place / "net.safetensors", folder).out
+    assert "no patches; the network's own" in said
+    run = RunFolder.open(folder)
+    model = run.model()
+    assert patching.patched_sites(model) == {}
+    given = safetensors.torch.load_file(place / "net.safetensors")
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in given.items())
+    command("evaluate --split test[120:160] --draws 5", folder)
+    record = strict_json((folder / "evaluation.json").read_text())
+    assert (record["num_draws"], record["exact"], record["method"]) == (1, True, "vanilla")
+    x, y = next(iter(run.dataset().batches(run.dataset().part("test[120:160]"), 40)))
+    temperature = strict_json((folder / "config.json").read_text())["temperature"]
+    with torch.no_grad():
+        expected = torch.nn.functional.cross_entropy(model(x) / temperature, y)
+    assert record["metrics"]["nll"]["value"] == pytest.approx(float(expected), abs=1e-4)
+    pixels = run.dataset().test.fetch(torch.tensor([3]))[0][0, 0]
+    images.fromarray(pixels.numpy()).save(tmp_path / "three.png")
+    row = strict_json(command("predict --format jsonl", folder, tmp_path / "three.png").out)
+    assert row.keys() >= {"class", "probability"}

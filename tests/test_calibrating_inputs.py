@@ -13,6 +13,8 @@ from torch import nn
 import patchbayes as pb
 from calibrated_networks import batches, classifier, inputs, labels_from
 from patchbayes.bayesianizing.held_out import HeldOut, pair_of
+from patchbayes.bayesianizing.spread import SpreadSearch
+from patchbayes.bayesianizing.tries import Tried
 from patchbayes.errors import PatchbayesError
 from patchbayes.patching.network import network_of
 from patchbayes.posteriors import Spread
@@ -67,6 +69,19 @@ def test_held_out_keeps_padded_batches_apart() -> None:
         assert mapping["ids"].shape[1] == int(targets[0])
 
 
+class Changing:
+    """Batches that are others when they are read again: one is missing, or comes twice."""
+
+    def __init__(self, pairs: list[tuple[torch.Tensor, torch.Tensor]], change: int) -> None:
+        self.pairs, self.change, self.read = pairs, change, 0
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        self.read += 1
+        if self.read == 1:
+            return iter(self.pairs)
+        return iter(self.pairs[:-1] if self.change < 0 else [*self.pairs, self.pairs[0]])
+
+
 def bad(kind: str) -> tuple[object, str]:
     x, y = inputs(60), torch.arange(60) % 4
     return {
@@ -74,6 +89,10 @@ def bad(kind: str) -> tuple[object, str]:
         "empty": ([], "no example"),
         "one class": (batches(x, torch.zeros_like(y)), "all 60 labels are 0"),
         "NaN": (batches(x.masked_fill(x > 2, math.nan), y), "NaN"),
+        "a label below 0": (batches(x, y.where(torch.arange(60) != 55, -1)), "got numbers from -1 to 3"),
+        "infinite": (batches(x.masked_fill(x > 2, math.inf), y), "not finite"),
+        "shrinks": (Changing(batches(x, y), -1), "60 examples when read first and 50 when read again"),
+        "grows": (Changing(batches(x, y), 1), "60 examples when read first and 110 when read again"),
         "a generator": ((pair for pair in batches(x, y)), "read again"),
         "no targets": ([x], "expected batches"),
         "numbers for classes": (batches(x, torch.randn(60)), "class numbers"),
@@ -86,7 +105,7 @@ def bad(kind: str) -> tuple[object, str]:
 @pytest.mark.parametrize(
     "kind",
     ["labels out of range", "empty", "one class", "NaN", "a generator", "no targets", "numbers for classes", "no labels",
-     "one tensor", "other sizes"],
+     "one tensor", "other sizes", "a label below 0", "infinite", "shrinks", "grows"],
 )  # fmt: skip
 def test_bad_input_is_one_sentence_and_the_network_is_untouched(kind: str) -> None:
     net = classifier()
@@ -103,6 +122,29 @@ def test_bad_input_is_one_sentence_and_the_network_is_untouched(kind: str) -> No
         pb.calibrate_(net, bad(kind)[0])  # type: ignore[arg-type]
     assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
     assert float(network_of(net).likelihood.temperature) == 1
+
+
+def narrower(x: torch.Tensor, _generator: torch.Generator) -> torch.Tensor:
+    return x[:, :3]
+
+
+def turned_bad(x: torch.Tensor, _generator: torch.Generator) -> torch.Tensor:
+    return x * math.nan
+
+
+@pytest.mark.parametrize(("view", "message"), [(narrower, r"a view of shape \(60, 6\)"), (turned_bad, "not finite")])
+def test_a_bad_view_is_refused_and_the_network_is_untouched(view: object, message: str) -> None:
+    held_out = [(inputs(60), torch.arange(60) % 4)]
+    net = classifier()
+    before = copy.deepcopy(net.state_dict())
+    for patched in (False, True):
+        with pytest.raises(PatchbayesError, match=message):
+            (pb.calibrate_ if patched else pb.bayesianize_)(net, held_out, views=view)  # type: ignore[operator]
+        assert pb.is_patched(net) == patched
+        assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
+        if not patched:
+            pb.patch_(net, pb.ECMP(3), "all")
+            before = copy.deepcopy(net.state_dict())
 
 
 def test_options_out_of_range_are_refused() -> None:
@@ -147,6 +189,36 @@ def test_ctrl_c_keeps_the_best_until_then() -> None:
     assert 1 <= len(report.losses) <= 3
     assert pb.is_patched(net)
     assert float(network_of(net).likelihood.temperature) == report.temperature
+
+
+@pytest.mark.parametrize("tries", [1, 4])
+@pytest.mark.usefixtures("ctrl_c_interrupts")
+def test_ctrl_c_while_layers_are_compared_keeps_the_best_until_then(
+    tries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After one try of the first set of layers, and within the look at the second."""
+    torch.manual_seed(0)
+    blocks = [layer for _ in range(4) for layer in (nn.Linear(6, 6), nn.LayerNorm(6), nn.Tanh())]
+    net, x = nn.Sequential(*blocks, nn.Linear(6, 4)).eval(), inputs(200)
+    y = labels_from(torch.softmax(classifier()(x), -1).detach())
+    found = SpreadSearch._scored
+    done: list[str] = []
+
+    def scored(search: SpreadSearch, level: float, slope: float, examples: int) -> Tried:
+        if len(done) == tries:
+            done.append("interrupted")
+            signal.raise_signal(signal.SIGINT)
+        done.append(search.layers)
+        return found(search, level, slope, examples)
+
+    monkeypatch.setattr(SpreadSearch, "_scored", scored)
+    report = pb.bayesianize_(net, batches(x, y), budget=4000)
+    assert report.interrupted
+    assert len(report.tried) == tries
+    assert pb.is_patched(net)
+    assert float(network_of(net).likelihood.temperature) == report.temperature
+    if tries == 1:
+        assert {one.layers for one in report.tried} == {"norm layers"}
 
 
 def test_modes_and_frozen_flags_come_back() -> None:

@@ -133,7 +133,7 @@ def test_training_can_end_with_a_calibration(tmp_path: Path) -> None:
 def test_a_calibration_with_views_is_evaluated_and_asked_with_them(tmp_path: Path) -> None:
     """Those of the augmentation, in calibration.json and in the record; evaluate and predict average over them."""
     folder = tmp_path / "run"
-    line = "train --data digits --model small_cnn --method ecmp(2,jitter=0.3) --epochs 1 --quiet"
+    line = "train --data digits --model small_cnn --method ecmp(2,jitter=0.3) --epochs 4 --lr 0.01 --quiet"
     command(f"{line} --set augmentation=crop --calibrate --views", folder)
     assert json.loads((folder / "calibration.json").read_text())["views"] == "shifts(1, False)"
     run = RunFolder.open(folder)
@@ -141,7 +141,7 @@ def test_a_calibration_with_views_is_evaluated_and_asked_with_them(tmp_path: Pat
     assert seen is not None
     assert len(seen) == 5
     assert run.views("last") is None
-    command("evaluate --draws 10 --split test[:40] --curve 5 --json", folder)
+    command("evaluate --draws 10 --split test[:40] --json", folder)
     record = json.loads((folder / "evaluation.json").read_text())
     assert record["views"] == "shifts(1, False)"
     dataset = run.dataset()
@@ -153,6 +153,9 @@ def test_a_calibration_with_views_is_evaluated_and_asked_with_them(tmp_path: Pat
     curve = record["draws_curve"]
     assert curve["nll"]["value"][curve["draws"].index(10)] == pytest.approx(nll, abs=1e-4)  # tempered as the whole is
     assert "goes with --calibrate" in command(f"{line} --views", tmp_path / "other", code=2).err
+    calibrated = (folder / "best.safetensors").read_bytes()
+    command(f"train {folder} --resume --quiet")  # and stays so, whichever epoch was the best
+    assert (folder / "best.safetensors").read_bytes() == calibrated
     assert "is calibrated already, with shifts(1, False) views" in (
         command(f"train {folder} --resume --calibrate --quiet", code=1).err
     )

@@ -73,7 +73,7 @@ def test_a_classifier_with_a_temperature_in_batches_of_any_size(tmp_path, suffix
 
 
 @ONNX
-@pytest.mark.parametrize("views", [pb.views.mirror, pb.views.shifts(1, False)], ids=str)
+@pytest.mark.parametrize("views", [pb.views.mirror, pb.views.shifts(1, False), pb.views.crops(0.8)], ids=str)
 def test_every_draw_sees_its_view(tmp_path, views):
     torch.manual_seed(0)
     model = small_cnn(size=8).eval()

@@ -1,9 +1,8 @@
 """calibrate_: how far draws spread and how sharp their average is, fitted to held-out data."""
 
-import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,21 +11,18 @@ from torch import Tensor, nn
 
 from ..draws.draws import Draws
 from ..errors import PatchbayesError
-from ..likelihoods import Categorical, Likelihood, checked_likelihood
+from ..likelihoods import Likelihood, checked_likelihood
 from ..patching.drawing import hold
 from ..patching.frames import MEAN
-from ..patching.network import PatchedNetwork, Site, root_of
-from ..patching.patch import is_patched
-from ..patching.roots import install_root_, remove_root_
+from ..patching.network import PatchedNetwork, Site
 from ..patching.selection import call, evaluating
 from ..prediction import predict_batches
 from ..prediction.batches import as_tensor
-from ..prior import Prior
 from ..views import Views, as_views
 from .held_out import HeldOut, Select, select_for, to_device
 from .progress import shown
 from .report import CalibrationReport, Scores
-from .restoring import contents, put_back, restored_on_error
+from .restoring import contents, put_back, restored_on_error, with_record
 from .score import Average, best_temperature, check_scored, raised_temperature, scores
 from .spread import Learned, SpreadSearch, is_member, relative_spread, rigid_sites, scalable_sites
 from .tries import Tried, Tries
@@ -128,21 +124,28 @@ class Calibration:
         self.layers, self.tries, self.looked = layers, tries, list[Tried]()
         self.plain, self.averages = list[Average](), list[Average]()
         self.passes = self.scoring_passes = self.away = 0
+        self.stopped = False
         self.seconds: dict[str, float] = {}
         self._clock = time.perf_counter()
 
     def follow(self, other: "Calibration") -> None:
         """Take over what another calibration, of other sites of the same network, has found out and spent."""
         self.plain, self.passes, self.looked, self.seconds = other.plain, other.passes, other.looked, other.seconds
+        self.stopped = other.stopped
 
     def look(self, share: float) -> float:
-        """The least NLL of a first look that takes this share of the budget."""
+        """The least NLL of a first look that takes this share of the budget; after Ctrl-C the best until then."""
         search = self._search(self._scale_mean(), share * self.budget)
-        best = search.look()
+        try:
+            search.look()
+        except KeyboardInterrupt:
+            if not (search.tried or self.looked):
+                raise
+            self.stopped = True
         self.passes += search.passes
         self.looked = self.looked + search.tried
         self._lap("spread")
-        return best.nll
+        return min((one.nll for one in search.tried), default=math.inf)
 
     def _scale_mean(self) -> float:
         """The temperature of the mean network, and with it the scores of the rival."""
@@ -166,7 +169,7 @@ class Calibration:
         members = any(map(is_member, self.network.sites))
         searched = bool(self.network.sites) and not members
         search = self._search(mean_temperature, self.budget - self.passes) if searched else None
-        found = None if search is None else search.run() if spread == "learn" and sites else search.start()
+        found = None if search is None else search.run(self.stopped) if spread == "learn" and sites else search.start()
         if members:
             result = self._judged("start", Learned({}, 1.0, 0.0))
         elif found is not None:
@@ -383,18 +386,3 @@ def check_numbers(draws: int, budget: int, examples: int, tolerance: float) -> N
     for name, value in (("draws", draws), ("budget", budget), ("examples", examples)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise PatchbayesError(f"calibrate_({name}={value!r}): expected a whole number of at least 1.")
-
-
-@contextlib.contextmanager
-def with_record(model: nn.Module) -> Iterator[tuple[nn.Module, PatchedNetwork]]:
-    """The root of the patched network and its record; a network without patches gets a record that holds its likelihood."""
-    if is_patched(model):
-        yield root_of(model)
-        return
-    network = PatchedNetwork(0, Prior(), Categorical())
-    install_root_(model, network)
-    try:
-        yield model, network
-    except BaseException:
-        remove_root_(model)
-        raise

@@ -18,11 +18,12 @@ from ..posteriors.method import Method
 from ..posteriors.spread import Spread
 from ..prediction.batches import as_tensor
 from ..views import Views
-from .calibrate import BATCH, Calibration, affordable_examples, check_numbers, with_record
+from .calibrate import BATCH, Calibration, affordable_examples, check_numbers
 from .held_out import HeldOut, Select, select_for, to_device
 from .layers import NORMS, candidate_layers
 from .progress import shown
 from .report import BayesianizeReport
+from .restoring import with_record
 from .spread import slope_
 from .tries import Tries, digest_of
 
@@ -127,6 +128,8 @@ def bayesianize_(
                 calibration.passes += _LAYER_PASSES
                 scored[title], earlier = calibration.look(_LOOK), calibration
                 unpatch_(model, keep=0)
+                if calibration.stopped:
+                    break
             best = min(titles, key=lambda title: scored.get(title, math.inf))
             report, calibration = patched(best)
             is_given = all(map(_is_around_its_start, patched_sites(model).values()))

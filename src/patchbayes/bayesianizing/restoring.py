@@ -4,9 +4,13 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..patching.network import PatchedNetwork
+from ..likelihoods import Categorical
+from ..patching.network import PatchedNetwork, root_of
+from ..patching.patch import is_patched
+from ..patching.roots import install_root_, remove_root_
+from ..prior import Prior
 
 
 def contents(network: PatchedNetwork) -> list[tuple[Tensor, Tensor]]:
@@ -30,4 +34,19 @@ def restored_on_error(network: PatchedNetwork) -> Iterator[None]:
     except BaseException:
         put_back(held)
         network.likelihood = likelihood
+        raise
+
+
+@contextlib.contextmanager
+def with_record(model: nn.Module) -> Iterator[tuple[nn.Module, PatchedNetwork]]:
+    """The root of the patched network and its record; a network without patches gets a record that holds its likelihood."""
+    if is_patched(model):
+        yield root_of(model)
+        return
+    network = PatchedNetwork(0, Prior(), Categorical())
+    install_root_(model, network)
+    try:
+        yield model, network
+    except BaseException:
+        remove_root_(model)
         raise

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..data import Dataset, Split, read
 from ..errors import PatchbayesError
-from ..files import making_folder, probe_writing, read_json, write_atomically
+from ..files import making_folder, probe_writing, write_atomically
 from ..nets.named import build_net
 from ..patching.checkpoint import save
 from ..patching.patch import is_patched
@@ -118,7 +118,7 @@ def calibrate_run(run: RunFolder, *, draws: int = 20, with_views: bool = False) 
     best, mark = run.path / "best.safetensors", run.path / "calibration.json"
     dataset, network = run.dataset(), run.model()
     views = matching(dataset.preparation.augmentation) if with_views else None
-    if mark.exists() and read_json(mark).get("sha256") == sha256_of(best):
+    if run.is_calibrated:
         known = run.views()
         if (known and known.name) != (views and views.name):
             raise PatchbayesError(

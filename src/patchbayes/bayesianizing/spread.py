@@ -137,8 +137,10 @@ class SpreadSearch:
         """The best of a first look that takes the whole budget."""
         return self._first_look(self._affordable(self.budget / _LOOKS))
 
-    def run(self) -> Learned:
-        """The search; after Ctrl-C the best until then."""
+    def run(self, stopped: bool = False) -> Learned:
+        """The search; after Ctrl-C the best until then. stopped: it has come already, and something was tried before it."""
+        if stopped:
+            return self._found(min(self.tried, key=lambda one: one.nll), True)
         interrupted = False
         try:
             if self.tried:

@@ -56,7 +56,7 @@ class PatchReport:
             )
             for (module, method, frozen), members in groups.items()
         ]
-        widths = [max(len(row[column]) for row in rows) for column in range(3)]
+        widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
         lines = [
             f"patched {len(self.sites)} sites of {self.network}: {self.parameters_before:,} -> {self.parameters_after:,} "
             f"parameters ({self.overhead_percent:+.3g} %), effective ensemble size {self.ensemble_size}"

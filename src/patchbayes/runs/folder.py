@@ -133,14 +133,17 @@ class RunFolder:
         precision = self.config.get("training", self.config).get("output_precision")
         return Gaussian(1.0 if precision is None else precision)
 
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether best.safetensors is what `train --calibrate` wrote."""
+        best, mark = self.path / "best.safetensors", self.path / "calibration.json"
+        return mark.is_file() and best.is_file() and read_json(mark).get("sha256") == sha256_of(best)
+
     def views(self, which: Which = "best") -> Views | None:
         """The views that the network was calibrated with, and predicts with; None for none."""
-        mark = self.path / "calibration.json"
-        if self.kind != "train" or which != "best" or not mark.exists():
+        if self.kind != "train" or which != "best" or not self.is_calibrated:
             return None
-        content = read_json(mark)
-        calibrated = content.get("sha256") == sha256_of(self.path / "best.safetensors")
-        if not calibrated or content.get("views") is None:
+        if read_json(self.path / "calibration.json").get("views") is None:
             return None
         return matching(Preparation.from_config(self.config["data"]["preparation"]).augmentation)
 

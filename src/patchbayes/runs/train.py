@@ -365,8 +365,8 @@ class _Trainer:
         self.saved = time.monotonic()
 
     def _save_best(self) -> None:
-        """Write best.safetensors if the last row of metrics was the best."""
-        if not self.progress.rows[-1]["best"]:
+        """Write best.safetensors if the last row of metrics was the best; what was calibrated since is left alone."""
+        if not self.progress.rows[-1]["best"] or self.folder.is_calibrated:
             return
         path = self.folder.path / "best.safetensors"
         with writing(path):
