@@ -396,7 +396,9 @@ def test_the_command_shows_a_table_and_what_comes_next(runs):
     assert lines[0].split()[:4] == ["run", "method", "accuracy", "%"]
     assert max(map(len, lines[:-1])) <= 100
     assert lines[1].split()[:2] == ["vanilla", "vanilla"]
-    assert any(line.startswith("vanilla with temperature") for line in lines)
+    (place,) = (number for number, line in enumerate(lines) if line.startswith("vanilla with temperature"))
+    under_fitted = float(lines[place].split()[3]) < 0.9  # after few epochs
+    assert ("less sure than it could be" in lines[place + 1]) == under_fitted
     assert any(line.startswith("diabetes") and "ECMP(K=3)" in line for line in lines)
     assert lines[-1] == f"next: patchbayes report {runs / 'vanilla'} {runs / 'diabetes'}"
     assert found.err == ""
