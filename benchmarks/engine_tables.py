@@ -139,7 +139,7 @@ def export_time(record: dict[str, Any]) -> str:
             f"| {row['ratio']:.2f} ({low:.2f}-{high:.2f}) | {row['of_predictor']:.2f} | {row['size'] / 1e3:.0f} "
             f"| {row['seconds_to_write']:.0f} |"
         )
-    text = f"Norms and output patched, ECMP, {record['draws']} draws, batch {record['batch']}; transformers of two layers of 64."
+    text = f"Norms and output patched, ECMP, {record['draws']} draws, batch {record['batch']}; transformers: 2 layers of 64."
     return "\n".join([*lines, "", f"{text} Measured {circumstances(record)}. Command: `{record['command']}`."])
 
 
