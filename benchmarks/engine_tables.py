@@ -100,7 +100,8 @@ def before_after_cells(record: dict[str, Any]) -> str:
         lines.append(
             f"| {NAMES[cell['network']]} | {'last block, output' if cell['sites'] == 'last' else 'norm, output'} "
             f"| {cell['method'].upper()} | {cell['batch']} | {cell['draws']} | {mark}{cell['loop']:.3g} "
-            f"| {mark}{cell['engine']:.3g} | {cell['ratio']:.3f} ({low:.3f}-{high:.3f}) | {cell['ratio_before']:.3f} | {cell['after_before']:.2f} |"
+            f"| {mark}{cell['engine']:.3g} | {cell['ratio']:.3f} ({low:.3f}-{high:.3f}) "
+            f"| {cell['ratio_before']:.3f} | {cell['after_before']:.2f} |"
         )
     return "\n".join(lines)
 
