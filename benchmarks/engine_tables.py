@@ -63,19 +63,20 @@ def before_after(record: dict[str, Any]) -> str:
     """Two versions of the engine against their loops, by network."""
     lines = [
         "| network | cells | engine / loop, median: before, now | worst: before, now | above 1.05: before, now "
-        "| now / before, median |",
+        "| now / before: median, worst |",
         "|---|---|---|---|---|---|",
     ]
     cells = record["cells"]
     groups = {
         NAMES[name]: [c for c in cells if c["network"] == name] for name in dict.fromkeys(c["network"] for c in cells)
     }
-    for name, some in {**groups, "all": cells}.items():
+    groups |= {"all, batch 8": [cell for cell in cells if cell["batch"] == 8], "all": cells}
+    for name, some in groups.items():
         before, after = ([cell[key] for cell in some] for key in ("ratio_before", "ratio"))
         lines.append(
             f"| {name} | {len(some)} | {statistics.median(before):.3f}, {statistics.median(after):.3f} "
             f"| {max(before):.3f}, {max(after):.3f} | {sum(b > 1.05 for b in before)}, {sum(a > 1.05 for a in after)} "
-            f"| {statistics.median(cell['after_before'] for cell in some):.2f} |"
+            f"| {statistics.median(c['after_before'] for c in some):.2f}, {max(c['after_before'] for c in some):.2f} |"
         )
     numbers = ", ".join(str(n) for n in sorted({cell["draws"] for cell in cells}))
     batches = ", ".join(str(n) for n in sorted({cell["batch"] for cell in cells}))
@@ -85,6 +86,24 @@ def before_after(record: dict[str, Any]) -> str:
         f"loop; seconds of the processor, {circumstances(record)}. Command: `{record['command']}`."
     )
     return "\n".join([*lines, "", text])
+
+
+def before_after_cells(record: dict[str, Any]) -> str:
+    """All cells of the same."""
+    lines = [
+        "| network | patched | method | batch | S | loop, s | engine, s | engine / loop (quartiles) | engine / loop before "
+        "| now / before |",
+        "|---" * 10 + "|",
+    ]
+    for cell in record["cells"]:
+        mark, (low, high) = "~" if cell["scaled"] else "", cell["ratio_quartiles"]
+        lines.append(
+            f"| {NAMES[cell['network']]} | {'last block, output' if cell['sites'] == 'last' else 'norm, output'} "
+            f"| {cell['method'].upper()} | {cell['batch']} | {cell['draws']} | {mark}{cell['loop']:.3g} "
+            f"| {mark}{cell['engine']:.3g} | {cell['ratio']:.3f} ({low:.3f}-{high:.3f}) "
+            f"| {cell['ratio_before']:.3f} | {cell['after_before']:.2f} |"
+        )
+    return "\n".join(lines)
 
 
 def large(record: dict[str, Any]) -> str:
@@ -139,7 +158,7 @@ def export_time(record: dict[str, Any]) -> str:
             f"| {row['ratio']:.2f} ({low:.2f}-{high:.2f}) | {row['of_predictor']:.2f} | {row['size'] / 1e3:.0f} "
             f"| {row['seconds_to_write']:.0f} |"
         )
-    text = f"Norms and output patched, ECMP, {record['draws']} draws, batch {record['batch']}; transformers of two layers of 64."
+    text = f"Norms and output patched, ECMP, {record['draws']} draws, batch {record['batch']}; transformers: 2 layers of 64."
     return "\n".join([*lines, "", f"{text} Measured {circumstances(record)}. Command: `{record['command']}`."])
 
 

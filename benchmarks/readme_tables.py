@@ -14,6 +14,7 @@ import trained_tables
 from engine_tables import (
     NAMES,
     before_after,
+    before_after_cells,
     capture,
     circumstances,
     early_stopping,
@@ -100,68 +101,6 @@ def _uci(record: dict[str, Any]) -> str:
     )
 
 
-def prediction_targets(record: dict[str, Any]) -> str:
-    """What was aimed at, in how many cells it was reached, and the worst cell of each kind."""
-    cells = record["cells"]
-    many = [cell for cell in cells if cell["draws"] == 200]
-    last = [cell for cell in many if cell["sites"] == "last"]
-    lines = ["| aim | cells | reached | median | worst |", "|---|---|---|---|---|"]
-    for aim, some, value, limit in (
-        ("engine / loop <= 1.05, same draws", cells, lambda c: c["ratio"], 1.05),
-        ("engine / arithmetic floor <= 1.05, S = 200", many, lambda c: c["floor_ratio"], 1.05),
-        (
-            "the same without the MLP",
-            [cell for cell in many if cell["network"] != "mlp"],
-            lambda c: c["floor_ratio"],
-            1.05,
-        ),
-        ("time to the loop's error at S = 200 <= 1/5", many, lambda c: c["to_error"], 0.2),
-        (
-            "last block, S = 200: engine / S unpatched passes <= 0.35",
-            last,
-            lambda c: c["engine"] / c["unpatched"],
-            0.35,
-        ),
-    ):
-        values = [value(cell) for cell in some]
-        worst = some[values.index(max(values))]
-        lines.append(
-            f"| {aim} | {len(some)} | {sum(v <= limit for v in values)} | {statistics.median(values):.3f} "
-            f"| {max(values):.3f} ({_where(worst)}) |"
-        )
-    rates = [1 / row["ratio"] for row in record["uci"]]
-    lines.append(
-        f"| regression network: 100 times faster than a loop of 200 | {len(rates)} | {sum(rate >= 100 for rate in rates)} "
-        f"| {statistics.median(rates):.0f} | {min(rates):.0f} |"
-    )
-    return "\n".join([*lines, "", f"Measured {circumstances(record)}. Command: `{record['command']}`."])
-
-
-def _where(cell: dict[str, Any]) -> str:
-    sites = "last block, output" if cell["sites"] == "last" else "norm, output"
-    return f"{NAMES[cell['network']]}, {sites}, {cell['method'].upper()}, batch {cell['batch']}, S = {cell['draws']}"
-
-
-def prediction_grid(record: dict[str, Any]) -> str:
-    """All cells."""
-    lines = [
-        "| network | patched | method | batch | S | S unpatched passes, s | loop, s | engine, s | engine / loop (quartiles) "
-        "| arithmetic | engine / floor | to the loop's error |",
-        "|---" * 12 + "|",
-    ]
-    for cell in record["cells"]:
-        mark = "~" if cell["scaled"] else ""
-        seconds = " | ".join(f"{mark}{cell[column]:.3g}" for column in ("unpatched", "loop", "engine"))
-        low, high = cell["ratio_quartiles"]
-        sites = "last block, output" if cell["sites"] == "last" else "norm, output"
-        lines.append(
-            f"| {NAMES[cell['network']]} | {sites} | {cell['method'].upper()} | {cell['batch']} | {cell['draws']} | {seconds} "
-            f"| {cell['ratio']:.3f} ({low:.3f}-{high:.3f}) | {cell['work']:.3f} | {cell['floor_ratio']:.2f} "
-            f"| {format(cell['to_error'], '.3f') if 'to_error' in cell else ''} |"
-        )
-    return "\n".join(lines)
-
-
 def rivals(record: dict[str, Any]) -> str:
     rows = record["rivals"]
     numbers = sorted({row["draws"] for row in rows})
@@ -214,13 +153,12 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "ensembles": ("ensemble_*", ensembles),
     "training_overhead": ("training_overhead", training_overhead),
     "prediction": (PREDICTION, prediction),
-    "prediction_targets": (PREDICTION, prediction_targets),
-    "prediction_grid": (PREDICTION, prediction_grid),
     "rivals": (PREDICTION, rivals),
     "early_stopping": ("early_stopping", early_stopping),
     "serving": ("serving", serving),
     "capture": ("capture", capture),
     "before_after": ("before_after", before_after),
+    "before_after_cells": ("before_after", before_after_cells),
     "large": ("prediction_bert_head", large),
     "resident": ("resident", resident),
     **calibration_tables.TABLES,

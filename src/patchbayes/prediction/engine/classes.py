@@ -87,11 +87,12 @@ class Itinerary:
     def chosen(self, positions: Numbers) -> dict[int, Chosen]:
         """For each site, its classes of the results at these positions; remembered for the next batch."""
         key = positions.tobytes()
-        if key not in self._chosen:
+        found = self._chosen.get(key)  # another thread may clear them at any time
+        if found is None:
             if len(self._chosen) >= _MOST_CHOSEN:
                 self._chosen.clear()
-            self._chosen[key] = {site: Chosen(classes.of[positions]) for site, classes in self.sites.items()}
-        return self._chosen[key]
+            found = self._chosen[key] = {site: Chosen(c.of[positions]) for site, c in self.sites.items()}
+        return found
 
 
 def plan_itinerary(

@@ -83,30 +83,33 @@ class Routes:
     def _itinerary(self, network: Network, draws: Draws, result: Sites) -> Itinerary:
         """The way of the draws through a network; remembered with it for the same draws, whatever the weights."""
         key = draws.series, draws.law.probabilities, draws.layout.fingerprint, result
-        if key not in network.itineraries:
+        found = network.itineraries.get(key)
+        if found is None:
             if len(network.itineraries) >= _MOST_ITINERARIES:
                 network.itineraries.pop(next(iter(network.itineraries)), None)
             sites = network.sites
             alike = {number: identities(self.patched.sites[number].posterior, draws) for number in sites}
-            network.itineraries[key] = plan_itinerary(network.operations, result, sites, alike, len(draws))
-        return network.itineraries[key]
+            found = plan_itinerary(network.operations, result, sites, alike, len(draws))
+            network.itineraries[key] = found
+        return found
 
 
 def _cheaper(itinerary: Itinerary, stages: list[Stage], scale: float, leaves: tuple[int, ...]) -> Itinerary:
     """The same with neighboring stages in one, where running the earlier for every class of the later takes less than running
     it by itself. So it is with small operations: a stage costs more than it saves."""
     known, key = itinerary.variants, (scale, leaves)
-    if key not in known:
+    found = known.get(key)  # another thread may clear them at any time
+    if found is None:
         if len(known) >= _MOST_VARIANTS:
             known.clear()
         places = _places(stages, itinerary.stages, scale)
         last = {new: old for old, new in enumerate(places)}
-        known[key] = replace(
+        found = known[key] = replace(
             itinerary,
             joined={sites: places[old] for sites, old in itinerary.joined.items()},
             stages=[itinerary.stages[old] for old in last.values()],
         )
-    return known[key]
+    return found
 
 
 def _places(stages: list[Stage], classes: list[Classes], scale: float) -> list[int]:

@@ -119,11 +119,12 @@ class Network:
     def stages(self, joined: Mapping[Sites, int], leaves: list[int]) -> list[Stage]:
         """The operations that these leaves of the output need, in stages: `joined` numbers those of each set of sites."""
         key = tuple(joined.items()), tuple(leaves)
-        if key not in self._stages:
+        found = self._stages.get(key)  # another thread may drop it at any time
+        if found is None:
             if len(self._stages) >= 16:
-                self._stages.pop(next(iter(self._stages)))
-            self._stages[key] = self._cut(joined, leaves)
-        return self._stages[key]
+                self._stages.pop(next(iter(self._stages)), None)
+            found = self._stages[key] = self._cut(joined, leaves)
+        return found
 
     def _cut(self, joined: Mapping[Sites, int], leaves: list[int]) -> list[Stage]:
         needed = self._needed(leaves)
