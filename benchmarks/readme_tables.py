@@ -191,9 +191,9 @@ def render(text: str, results: Path = ROOT / "results") -> str:
         start, end = f"<!-- table: {name} -->\n", "<!-- end table -->"
         if start in text:
             found = [json.loads(path.read_text()) for path in sorted(results.glob(f"{record}.json"))]
-            content = found if "*" in record else found[0]
+            made = table(found if "*" in record else found[0]) if found else f"No record `results/{record}.json` yet."
             before, _, rest = text.partition(start)
-            text = f"{before}{start}{table(content)}\n{end}{rest.partition(end)[2]}"
+            text = f"{before}{start}{made}\n{end}{rest.partition(end)[2]}"
     return text
 
 

@@ -139,17 +139,18 @@ def rivals(record: dict[str, Any]) -> str:
     for network in dict.fromkeys(row["network"] for row in record["rows"]):
         own = [row for row in record["rows"] if row["network"] == network]
         counts.append(f"{own[0]['scored']:,} ({NETWORKS[network].partition(',')[0]})")
-        found = {}
+        found: list[tuple[float, str]] = []
         for title in dict.fromkeys(row["title"] for row in own):
             rows = [row for row in own if row["title"] == title]
             mean = {key: statistics.fmean(row[key] for row in rows) for key in ("nll", "ece", "ece_floor", "accuracy")}
-            found[mean["nll"]] = (
+            line = (
                 f"| {NETWORKS[network]} | {title.replace('bayesianize_', '`bayesianize_`')} | {mean['nll']:.4f} "
                 f"| {'' if title == 'temperature scaling' else _gain(rows)} | {100 * mean['ece']:.1f} % "
                 f"({100 * mean['ece_floor']:.1f} %) | {100 * mean['accuracy']:.1f} % | {rows[0]['passes']:g} "
                 f"| {rows[0]['trained_on']:,} | {len(rows)} |"
             )
-        lines += [found[nll] for nll in sorted(found)]
+            found.append((mean["nll"], line))
+        lines += [line for _, line in sorted(found, key=lambda one: one[0])]
     shares = [row["patch_share"] for row in record["rows"] if "patch_share" in row]
     machine = record["machine"]
     lines += [

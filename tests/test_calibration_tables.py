@@ -56,7 +56,7 @@ def test_rivals_stand_in_the_order_of_their_scores():
         names = {"network": "cifar_resnet20", "title": title, "seed": 0, "scored": 500, "patch_share": 0.1}
         return names | scores | {"passes": 1, "trained_on": 0, "commit": "abc"}
 
-    rows = [row("temperature scaling", 1.0), row("vector scaling", 1.2, -0.2), row("bayesianize_", 0.8, 0.2)]
+    rows = [row("temperature scaling", 1.0), row("vector scaling", 1.0, -0.2), row("bayesianize_", 0.8, 0.2)]  # one tie
     made = import_module("trained_tables").rivals({"rows": rows, "machine": MACHINE}).splitlines()
     assert [line.split("|")[2].strip() for line in made[2:5]] == [
         "`bayesianize_`",
@@ -77,3 +77,9 @@ def test_held_out_examples_are_never_scored(number):
     assert len(held_out) == min(number, 50)
     assert not set(held_out.tolist()) & set(scored.tolist())
     assert torch.equal(scored, targets)
+
+
+def test_a_table_without_a_record_says_so(tmp_path):
+    text = "<!-- table: large_head -->\nold\n<!-- end table -->\n"
+    made = import_module("readme_tables").render(text, tmp_path)
+    assert made == "<!-- table: large_head -->\nNo record `results/large_head.json` yet.\n<!-- end table -->\n"
