@@ -226,6 +226,26 @@ def test_bfloat16_gives_the_loops_numbers():
     torch.testing.assert_close(mine.probs, loop.probs, rtol=0, atol=0.02)
 
 
+@pytest.mark.parametrize("shape", [(5, 4), (5, 4, 3), (5, 4, 2, 3)], ids=str)
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_batch_norms_of_several_draws_at_once(shape, affine, dtype):
+    """Before a patched linear layer, after one, and patched: for each number of axes."""
+    norm = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d}[len(shape)]
+    torch.manual_seed(0)
+    model = nn.Sequential(norm(4), nn.ReLU(), norm(4, affine=affine), nn.Flatten(), nn.LazyLinear(3))
+    model(torch.randn(shape))
+    for module in (model[0], model[2]):
+        module.running_mean.normal_()
+        module.running_var.uniform_(0.5, 2)
+    model.eval().to(dtype)
+    pb.patch_(model, pb.ECMP(3, jitter=0.5), "0+output")
+    x, draws = torch.randn(shape).to(dtype), pb.Draws.sample(model, 12)
+    mine, loop = (pb.predict(model, x, draws, engine=engine) for engine in ("graph", "loop"))
+    assert (mine.plan.engine, mine.plan.chunk) == ("graph", 12)
+    torch.testing.assert_close(mine.probs, loop.probs, rtol=0, atol=1e-6 if dtype == torch.float64 else 0.02)
+
+
 def test_a_network_in_training_mode_is_predicted_in_evaluation_mode_and_left_alone():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 3)).double()

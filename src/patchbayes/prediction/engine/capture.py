@@ -372,9 +372,10 @@ def batch_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor, *rest: Any
 ) -> Tensor:
     """A batch norm in evaluation mode; for several draws at once x * scale + shift, as it is computed inside, too: the rule of
-    `torch.vmap` moves the draws to the channels and back."""
+    `torch.vmap` moves the draws to the channels and back. (Half precision is left to torch, which computes in single.)"""
     given = [one for one in (x, weight, bias) if one is not None]
-    if not any(map(torch._C._functorch.is_batchedtensor, given)):
+    exact = x.dtype in (torch.float32, torch.float64) and all(one.dtype == x.dtype for one in (*given, mean, variance))
+    if not exact or not any(map(torch._C._functorch.is_batchedtensor, given)):
         return aten.batch_norm.default(x, weight, bias, mean, variance, *rest)
     scale = (variance + rest[2]).rsqrt()
     scale = scale if weight is None else scale * weight
