@@ -29,7 +29,7 @@ KEYS = {
     "schema", "name", "folder", "task", "method", "model", "sites", "data", "split", "num_examples", "classes", "draws",
     "seed", "command", "train_command", "commit", "machine", "versions", "date", "parameters", "patch_report",
     "training_seconds", "metrics", "temperature", "draws_curve", "reliability", "histogram", "coverage", "diversity", "ood",
-    "corruptions", "examples", "quantiles", "num_draws", "exact",
+    "corruptions", "examples", "quantiles", "num_draws", "exact", "views",
 }  # fmt: skip
 CLASS_METRICS = {
     "accuracy", "top5_accuracy", "nll", "brier", "ece", "mce", "classwise_ece", "adaptive_ece", "aurc",
