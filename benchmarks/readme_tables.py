@@ -23,7 +23,7 @@ from engine_tables import (
     resident,
     serving,
 )
-from family_tables import family, gradient_variance, probabilities
+from family_tables import family, gradient_variance, local_form, probabilities
 from integration_tables import matrix, selective, sklearn_sets
 from regime_tables import before_and_after, ensembles, front, regimes
 
@@ -165,6 +165,7 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "family": ("family_[fu]*", family),
     "probabilities": ("family_probabilities", probabilities),
     "gradient_variance": ("gradient_variance", gradient_variance),
+    "local_form": ("local_form", local_form),
     "scaling_steps": ("scaling", scaling_tables.steps),
     "scaling_time": ("scaling", scaling_tables.time_to_objective),
     "scaling_exchange": ("scaling", scaling_tables.exchange),
