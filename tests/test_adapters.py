@@ -173,8 +173,7 @@ def test_a_trained_adapter_is_bayesianized():
     )
     names = {site.name for site in report.patch.sites}
     assert all("lora_" in name for name in names)
-    assert pb.patched_sites(model).keys() == (
-        set() if report.spread == "none" else names
-    )  # no patches where draws gain nothing
+    # Where draws gain nothing, no patches are left.
+    assert pb.patched_sites(model).keys() == (set() if report.chosen == "none" else names)
     torch.testing.assert_close(logits(model), expected)
     assert report.after.nll <= report.temperature_scaled.nll + 1e-6
