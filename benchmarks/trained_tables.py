@@ -173,7 +173,7 @@ def large_head(record: dict[str, Any]) -> str:
     for title in dict.fromkeys(row["title"] for row in record["rows"]):
         rows = [row for row in record["rows"] if row["title"] == title]
         mean = {key: statistics.fmean(row[key] for row in rows) for key in ("nll", "ece", "ece_floor")}
-        size = f"{100 * rows[0]['patch_bytes'] / rows[0]['model_bytes']:.2g} %" if "patch_bytes" in rows[0] else ""
+        size = f"{100 * rows[0]['patch_bytes'] / rows[0]['model_bytes']:,.0f} %" if "patch_bytes" in rows[0] else ""
         lines.append(
             f"| {title} | {mean['nll']:.4f} | {_gain(rows) if 'gain' in rows[0] else ''} | {100 * mean['ece']:.1f} % "
             f"({100 * mean['ece_floor']:.1f} %) | {size} | {', '.join(row['chosen'] for row in rows if 'chosen' in row)} |"
