@@ -168,6 +168,7 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "local_form": ("local_form", local_form),
     "scaling_steps": ("scaling", scaling_tables.steps),
     "scaling_time": ("scaling", scaling_tables.time_to_objective),
+    "scaling_real": ("scaling", scaling_tables.real_runs),
     "scaling_exchange": ("scaling", scaling_tables.exchange),
     "scaling_two": ("scaling", scaling_tables.two_processes),
     "scaling_ranks": ("scaling", scaling_tables.many_ranks),
