@@ -98,7 +98,7 @@ def find_prefix(model: nn.Module, inputs: Tensor) -> FixedPrefix | None:
     root, _ = root_of(model)
     if len(inputs) < 2:
         return None
-    with _untouched(root):
+    with untouched_buffers(root):
         first, second = (_recorded(root, inputs, seed) for seed in (0, 1))
         if [(c.module, c.number) for c in first.calls] != [(c.module, c.number) for c in second.calls]:
             return None
@@ -275,8 +275,8 @@ def _replaced(
 
 
 @contextlib.contextmanager
-def _untouched(root: nn.Module) -> Iterator[None]:
-    """After the block, buffers are what they were."""
+def untouched_buffers(root: nn.Module) -> Iterator[None]:
+    """After the block, buffers (running statistics) are what they were."""
     contents = [(buffer, buffer.clone()) for buffer in root.buffers()]
     try:
         yield

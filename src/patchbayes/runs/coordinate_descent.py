@@ -6,7 +6,7 @@ turn. In a turn of the shared parameters the patched ones need no gradient.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..data import Dataset
 from ..patching.network import site_of
-from ..patching.prefix import FixedPrefix, find_prefix
+from ..patching.prefix import FixedPrefix, find_prefix, untouched_buffers
 from .config import TrainingConfig
 from .loss import TrainingLoss
 
@@ -87,7 +87,7 @@ class Turns:
         self.why_not = self._reason_against(epochs)
         if self.why_not is not None:
             return
-        with _same_buffers(self.loss.network):
+        with untouched_buffers(self.loss.network):
             first = preparation.inputs(train.fetch(torch.arange(min(8, len(train))))[0]).to(device)
             prefix = find_prefix(self.loss.network, first)
             if prefix is None:
@@ -111,15 +111,3 @@ class Turns:
         if self.config.precision != "float32":
             return f"precision is {self.config.precision}"
         return None
-
-
-@contextlib.contextmanager
-def _same_buffers(network: nn.Module) -> Iterator[None]:
-    """Buffers (running statistics) come back as they were."""
-    contents = [(buffer, buffer.clone()) for buffer in network.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, content in contents:
-                buffer.copy_(content)
