@@ -51,6 +51,7 @@ class MixturePosterior(Posterior):
     decay by the number of axes leave norms and biases alone.
     """
 
+    settled = True
     method: Any  # a Mixture
 
     def __init__(self, method: Any, layer: nn.Module, generator: torch.Generator) -> None:
@@ -186,14 +187,16 @@ class MixturePosterior(Posterior):
             return stored[0].expand(*indices.shape[:-1], *stored.shape[1:])
         first, number = self._places[name]
         indices = indices[..., first : first + number].to(stored.device)
-        if self.method.tie in ("network", "site"):
-            which = indices.reshape(*indices.shape[:-1], *[1] * (stored.dim() - 1))
-            learned = indices.reshape(-1).clamp(max=stored.shape[0] - 1) if self.method.zero else indices.reshape(-1)
-            chosen = stored.index_select(0, learned).reshape(*indices.shape[:-1], *stored.shape[1:])
-        else:
+        if self.method.tie not in ("network", "site"):
             which = self._spread(name, indices)
             chosen = pick(stored, which.clamp(max=stored.shape[0] - 1) if self.method.zero else which)
-        return chosen * (which < stored.shape[0]) if self.method.zero else chosen
+            return chosen * (which < stored.shape[0]) if self.method.zero else chosen
+        which = indices.reshape(-1)
+        learned = which.clamp(max=stored.shape[0] - 1) if self.method.zero else which
+        chosen = stored.index_select(0, learned).reshape(*indices.shape[:-1], *stored.shape[1:])
+        if not self.method.zero:
+            return chosen
+        return chosen * (which < stored.shape[0]).reshape(*indices.shape[:-1], *[1] * (stored.dim() - 1))
 
     def _spread(self, name: str, indices: Tensor) -> Tensor:
         """Indices of draw groups (*lead, groups) in the parameter's shape: (*lead, *shape)."""

@@ -90,6 +90,7 @@ class Posterior(nn.Module):
     noise: Noise = "none"
     noise_source: str | None = None  # noise in words, for messages
     joint: ClassVar[bool] = True
+    settled: ClassVar[bool] = False  # whether all that `apply_to` reads, besides tensors, follows from the method
     num_components: int = 0  # how many `component` knows
     kl_draws: bool = False  # whether `kl` is estimated from a draw, and wants it as `d`
     learns_law: bool = False  # whether the probabilities of the categorical draws are learned

@@ -63,7 +63,7 @@ class Moments(Mean):
 
 def _sum(weights: Tensor, values: Tensor) -> Tensor:
     """sum_d weights[d] values[d]."""
-    return torch.tensordot(weights, values, 1)
+    return (weights @ values.reshape(len(values), -1)).reshape(values.shape[1:])
 
 
 class LogMean:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...posteriors.posterior import Posterior
 from .counts import Work
 
 _INTERNAL = frozenset(vars(nn.Module()))
@@ -111,21 +112,28 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
 
 
 def _add_state(found: list[Any], module: nn.Module, seen: dict[int, Any]) -> None:
-    found += (id(module), type(module), len(module._forward_pre_hooks) + len(module._forward_hooks))
-    derived = _FLAT_WEIGHTS if isinstance(module, nn.RNNBase) else ()
-    for name, value in module.__dict__.items():
-        if name in _INTERNAL or name in derived or name.startswith("_patchbayes"):
-            continue
-        if type(value) not in _PLAIN_TYPES:  # one configuration may hang on every module
-            known = seen.get(id(value))
-            value = known if known is not None else seen.setdefault(id(value), _described(value, 3))
-        found += (name, type(value), value)
-    for tensors in (module._parameters, module._buffers):
+    state = module.__dict__
+    found += (id(module), type(module), len(state["_forward_pre_hooks"]) + len(state["_forward_hooks"]))
+    if isinstance(module, Posterior) and module.settled:
+        found.append(module.method)
+    else:
+        derived = _FLAT_WEIGHTS if isinstance(module, nn.RNNBase) else ()
+        for name in [name for name in state if name not in _INTERNAL]:
+            if name in derived or name.startswith("_patchbayes"):
+                continue
+            value = state[name]
+            if type(value) not in _PLAIN_TYPES:  # one configuration may hang on every module
+                known = seen.get(id(value))
+                value = known if known is not None else seen.setdefault(id(value), _described(value, 3))
+            found += (name, type(value), value)
+    for tensors in (state["_parameters"], state["_buffers"]):
         for name, tensor in tensors.items():
             if tensor is None:
                 found += (name, None)
             else:
-                found += (name, tensor.shape, tensor.dtype, tensor.device, _order(tensor))
+                found += (name, tensor.shape, tensor.dtype, tensor.device)
+                if tensor.dim() > 3:
+                    found.append(_order(tensor))
 
 
 def _described(value: Any, depth: int) -> Any:
