@@ -13,6 +13,7 @@ from torch import nn
 
 import patchbayes as pb
 from patchbayes.errors import PatchbayesError
+from patchbayes.likelihoods import Categorical
 from patchbayes.prediction import ClassPrediction
 from prediction_networks import METHODS, explicit_probs, numpy_probs, patched, some_inputs
 from statistics_helper import assert_frequencies
@@ -229,3 +230,19 @@ def test_predictions_of_other_draws_are_not_joined():
         ClassPrediction.concatenate([five, pb.predict(model, x, 5, keep_draws=True)])
     with pytest.raises(PatchbayesError, match="at least one"):
         ClassPrediction.concatenate([])
+
+
+def test_the_log_probability_of_labels_is_at_the_temperature_and_leaves_out_ignored_ones():
+    model, x = patched(METHODS["ECMP"]), some_inputs()
+    likelihood = Categorical()
+    likelihood.set_temperature_(1.7)
+    prediction = pb.predict(model, x, 6, likelihood=likelihood)
+    labels = torch.arange(len(x)) % prediction.probs.shape[-1]
+    labels[0] = -100
+    expected = -torch.nn.functional.nll_loss(prediction.log_probs, labels, reduction="none")
+    assert torch.equal(prediction.log_prob(labels), expected)
+    assert prediction.log_prob(labels)[0] == 0
+    with pytest.raises(PatchbayesError, match=r"log_prob: expected labels from 0 to \d+ \(or -100: ignored\)"):
+        prediction.log_prob(labels + 100)
+    with pytest.raises(PatchbayesError, match="log_prob"):
+        prediction.log_prob(labels[1:])

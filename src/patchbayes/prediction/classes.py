@@ -159,6 +159,19 @@ class ClassPrediction(Prediction):
         top = self.averaged_probs.argmax(-1, keepdim=True)
         return self.standard_error.gather(-1, top).flatten(1).amax(1).cpu()
 
+    def log_prob(self, targets: Tensor, ignore_index: int = -100) -> Tensor:
+        """(B,): log-probability of the labels (B,), of several positions (B, ...) their sum; `ignore_index` counts for 0."""
+        check_shape("log_prob", targets, self.averaged_probs.shape[:-1])
+        counted, classes = targets != ignore_index, self.averaged_probs.shape[-1]
+        if not bool((((targets >= 0) & (targets < classes)) | ~counted).all()):
+            raise PatchbayesError(
+                f"log_prob: expected labels from 0 to {classes - 1} (or {ignore_index}: ignored), got others."
+            )
+        found = (
+            self.log_probs.gather(-1, targets.where(counted, 0).long().unsqueeze(-1)).squeeze(-1).where(counted, 0.0)
+        )
+        return found.flatten(1).sum(1) if found.dim() > 1 else found
+
     def fit_temperature(self, targets: Tensor, ignore_index: int = -100) -> float:
         """The temperature that fits held-out labels (B,) best, shrunk towards 1 by what they leave uncertain.
 
