@@ -100,9 +100,10 @@ class Steps:
         """A step of SGD moves components of every site that takes part, and leaves finite numbers."""
         before = {name: site.posterior.state_dict() for name, site in pb.patched_sites(self.model).items()}
         before = {name: {k: v.clone() for k, v in state.items()} for name, state in before.items()}
-        optimizer = torch.optim.SGD(self.model.parameters(), 1e-3)
-        (self.call().square().mean() + pb.kl(self.model) / 1000).backward()
+        optimizer = torch.optim.SGD(self.model.train().parameters(), 1e-3)
+        (F.log_softmax(self.call(), -1)[..., 0].neg().mean() + pb.kl(self.model) / 1000).backward()
         optimizer.step()
+        self.model.eval()
         moved = [
             name
             for name, site in pb.patched_sites(self.model).items()

@@ -339,3 +339,10 @@ def test_sites_that_share_one_draw_must_agree_on_its_law():
     with pytest.raises(PatchbayesError, match='tie="network"'):
         pb.patch_(model, {"0": pb.Ensemble(2), "1": pb.Ensemble(3)})
     assert_same(before, model)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_posterior_is_in_the_mode_of_its_layer(training):
+    model = small_net().train(training)
+    pb.patch_(model, pb.ECMP(3))
+    assert all(module.training is training for module in model.modules())

@@ -219,3 +219,34 @@ def test_bad_input_is_an_error_that_leaves_the_network_alone():
         after = state_of(model)
         for what, value in before.items():
             assert after[what] == value, (message, what)
+
+
+class Remembers(nn.Module):
+    """Keeps what it computed from its parameters, as attention with cached biases does: deepcopy refuses such a tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.bias, self.kept = classifier(), nn.Parameter(torch.ones(2).double()), {}
+
+    def forward(self, x):
+        if "bias" not in self.kept:
+            self.kept["bias"] = self.bias * 2
+        return self.net(x) + self.kept["bias"][0]
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("engine", ["graph", "loop"])
+def test_a_network_that_keeps_what_it_computed_is_predicted(engine, training):
+    x, made = some_inputs(), []
+    for _ in range(2):
+        torch.manual_seed(0)
+        made.append(Remembers())
+        pb.patch_(made[-1], pb.ECMP(3, jitter=0.5))
+    model, fresh = made[0].eval(), made[1].eval()
+    model(x)
+    model.train(training)
+    assert not model.kept["bias"].is_leaf
+    prediction = pb.predict(model, x, pb.Draws.sample(model, 4), engine=engine)
+    assert prediction.plan.engine == engine
+    expected = pb.predict(fresh, x, pb.Draws.sample(fresh, 4), engine="loop")
+    torch.testing.assert_close(prediction.probs, expected.probs)

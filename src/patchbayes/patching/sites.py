@@ -23,7 +23,7 @@ _TIED = "_patchbayes_tied"
 def install_site_(site: Site, posterior: Posterior, values: dict[str, Tensor], generator: torch.Generator) -> None:
     """Start the posterior from the module's values, as its child, and let the module read and run through it."""
     module = site.module
-    module._modules[CHILD] = posterior
+    module._modules[CHILD] = posterior.train(module.training)
     module.__dict__[SITE] = site
     before = dict(module._parameters)
     posterior.start_(values, generator)

@@ -4,7 +4,7 @@ import contextlib
 import copy
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -99,12 +99,22 @@ def at_rest(model: nn.Module) -> nn.Module:
     if not any(module.training for module in model.modules()):
         return model
     try:
-        return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()}).eval()
+        return copied(model, model.parameters()).eval()
     except Exception as error:
         raise PatchbayesError(
             f"predict: {type(model).__name__} is in training mode, and a copy in evaluation mode cannot be made ({error}).\n"
             "  do       model.eval() first."
         ) from error
+
+
+def copied(model: nn.Module, shared: Iterable[Tensor]) -> nn.Module:
+    """A deep copy that shares these tensors, and what its modules keep from an earlier pass (which deepcopy refuses)."""
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in shared}
+    for module in model.modules():
+        for value in module.__dict__.values():
+            kept = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+            memo |= {id(t): t.detach() for t in kept if isinstance(t, Tensor) and not t.is_leaf}
+    return copy.deepcopy(model, memo)
 
 
 @contextlib.contextmanager

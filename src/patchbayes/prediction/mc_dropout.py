@@ -4,7 +4,6 @@ Masks come from keys (draw, layer, example), not from the global random state: a
 and threads do not disturb each other.
 """
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,7 @@ from ..draws.layout import Law, Layout, Series, example_keys
 from ..draws.randomness import bernoulli_like, fold
 from ..errors import PatchbayesError
 from ..patching.selection import call
-from .loop import Members, Outputs, check_finite, undisturbed
+from .loop import Members, Outputs, check_finite, copied, undisturbed
 
 _CHANNELS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
@@ -46,7 +45,7 @@ def dropout_passes(
 
 
 def _passes(model: nn.Module, inputs: Any, draws: Draws, examples: Tensor, output: Callable[[Any], Tensor]) -> Outputs:
-    twin = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()}).eval()
+    twin = copied(model, model.parameters()).eval()
     layers = [module for module in twin.modules() if isinstance(module, (nn.Dropout, *_CHANNELS))]
     with undisturbed(twin):
         for place, key in enumerate(draws.keys()):

@@ -1,7 +1,6 @@
 """Capture: a network's operations as one graph whose inputs are all that may change between two calls."""
 
 import contextlib
-import copy
 import operator
 import threading
 import weakref
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from ..loop import copied
 from .remembering import structure_of
 
 aten = torch.ops.aten
@@ -152,10 +152,8 @@ class _Called(nn.Module):
 
 def evaluation_copy(model: nn.Module) -> nn.Module:
     """The same network in evaluation mode, with its own structure and the very same tensors: nothing is done to `model`."""
-    tensors = [*model.parameters(), *model.buffers()]
-    memo: dict[int, Any] = {id(tensor): tensor for tensor in tensors}
     try:
-        twin = copy.deepcopy(model, memo).eval()
+        twin = copied(model, [*model.parameters(), *model.buffers()]).eval()
     except Exception as error:
         raise NotCapturable(f"it cannot be copied: {_first_line(error)}") from error
     for module in twin.modules():
