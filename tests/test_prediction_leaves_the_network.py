@@ -250,3 +250,21 @@ def test_a_network_that_keeps_what_it_computed_is_predicted(engine, training):
     assert prediction.plan.engine == engine
     expected = pb.predict(fresh, x, pb.Draws.sample(fresh, 4), engine="loop")
     torch.testing.assert_close(prediction.probs, expected.probs)
+
+
+def test_buffers_that_nothing_changed_are_left_alone_since_other_threads_read_them():
+    class Watched(dict):
+        cleared = 0
+
+        def clear(self):
+            Watched.cleared += 1
+            super().clear()
+
+    model, x = patched(METHODS["ECMP"]).eval(), some_inputs()
+    model.norm._buffers = Watched(model.norm._buffers)
+    before = dict(model.norm._buffers)
+    pb.predict(model, x, 3, engine="loop")
+    pb.predict(model, x, draws="mean")
+    assert before
+    assert Watched.cleared == 0
+    assert all(model.norm._buffers[name] is buffer for name, buffer in before.items())

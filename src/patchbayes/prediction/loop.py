@@ -128,7 +128,9 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         for holder, held in buffers:
-            if isinstance(holder, dict) and (holder or held):  # scripted modules hold theirs elsewhere
+            # Scripted modules hold theirs elsewhere; and another thread may be reading those that are as they were.
+            same = holder.keys() == held.keys() and all(holder[name] is buffer for name, buffer in held.items())
+            if isinstance(holder, dict) and not same:
                 holder.clear()
                 holder.update(held)
         with torch.no_grad():
