@@ -131,7 +131,7 @@ def _times(row: dict[str, Any]) -> str:
 
 
 #: The record of `prediction.py` that pages show: not the complete run, which takes hours.
-PREDICTION = "prediction_mlp_resnet20_resnet18_8_20_200_grid_uci_rivals"
+PREDICTION = "prediction_mlp_resnet20_8_20_200_grid_uci_rivals"
 #: Pages with tables, and the tables that they can hold with the record each is made from.
 PAGES = (
     "README.md",
