@@ -168,14 +168,20 @@ class BayesianizeReport:
             raise AttributeError(name)
         return getattr(self.calibration, name)
 
-    def __str__(self) -> str:
-        share = 100 * self.patch_bytes / self.model_bytes
-        size = f"size    {self.patch_bytes:,} bytes of patches, {share:.1f} % of the network's {self.model_bytes:,}"
-        patched = str(self.patch)
+    @property
+    def size(self) -> str:
+        """One sentence: what was added, and what the patch file takes, which is more than that."""
         if not self.patch_bytes:
-            patched = f"tried, and taken off again: {patched}"
-            size = f"size    no patches; the network's own {self.model_bytes:,} bytes, and a temperature"
-        return "\n".join([patched, "", str(self.calibration), size, "load    " + self.call])
+            return f"no patches; the network's own {self.model_bytes:,} bytes, and a temperature"
+        added, share = self.patch.parameters_after - self.patch.parameters_before, self.patch_bytes / self.model_bytes
+        return (
+            f"{added:,} parameters were added; the patch file holds them together with the patched layers' own weights: "
+            f"{self.patch_bytes:,} bytes, {100 * share:.1f} % of the network's {self.model_bytes:,}"
+        )
+
+    def __str__(self) -> str:
+        patched = str(self.patch) if self.patch_bytes else f"tried, and taken off again: {self.patch}"
+        return "\n".join([patched, "", str(self.calibration), f"size    {self.size}", "load    " + self.call])
 
 
 def reliability_lines(before: Scores, after: Scores) -> list[str]:
