@@ -65,6 +65,7 @@ class CalibrationReport:
     gain, gain_error  NLL of temperature scaling minus that of the spread that was judged, and its standard error, on the
                       examples that were kept away from learning (all, where there were few).
     tried             every spread that was tried, with its NLL on the examples that it was tried on.
+    warming           whether `warm_up_` kept draws out of its training to the end.
     passes            inputs that went through the network; scoring_passes those of the last scores.
     """
 
@@ -87,6 +88,7 @@ class CalibrationReport:
     draw_temperature: float = 1.0
     interrupted: bool = False
     views: str | None = None
+    warming: bool = False
 
     @property
     def losses(self) -> tuple[float, ...]:
@@ -140,6 +142,8 @@ class CalibrationReport:
     @property
     def warning(self) -> str:
         """What to do about a network that is less sure than it could be, "" for all others."""
+        if self.warming:
+            return "It was trained without draws to the end: warm_up_, called before every epoch, never found it overconfident."
         if self.mean_temperature >= 1:
             return ""
         text = "The best temperature is below 1: the network is less sure than it could be."

@@ -136,6 +136,9 @@ class PatchedNetwork:
         self.likelihood = likelihood
         self.calibration: dict[str, float] | None = None  # what was measured on held-out data when it was calibrated
         self.eval: Eval = "mean"
+        self.warming: bool | None = (
+            None  # whether training computes with the mean network; None: nobody asked (`warm_up_`)
+        )
         self.same_draws = False  # whether all processes of a distributed training draw alike
         self.compiling = MEAN  # the draw of compiled code, which knows no frames
         self.held: NetworkDraw | None = None  # the draw that a block holds, for compiled code alone
