@@ -33,8 +33,8 @@ def warm_up_(
     distances stay as they are. Every later call finds the best temperature of the mean network on held-out data, in one pass.
     Above 1 the network is overconfident, and the next epoch draws; else it does not. Returns whether it will draw.
 
-    It is the rule of `patchbayes train --noise auto` within one training. Called once, before all epochs, it would never let the
-    network draw. `forward_draws` and `use_draw`, which are asked for draws, make them all the same.
+    It is the rule of `patchbayes train --noise auto` within one training. Called once, before all epochs, it would never let
+    the network draw. `forward_draws` and `use_draw`, which are asked for draws, make them all the same.
 
     held_out, likelihood, select, output   as in `calibrate_`; at most 1,500 examples are used.
     """
@@ -55,7 +55,7 @@ def _check_has_mean(network: PatchedNetwork) -> None:
     for site in network.sites:
         if is_member(site) or "running_mean" in dict(site.posterior.named_buffers()):
             raise PatchbayesError(
-                f'warm_up_: the components of "{site.name}" ({site.method.label}) are trained one by one, with statistics or as '
-                "members of their own, and have no mean to train.\n"
+                f'warm_up_: the components of "{site.name}" ({site.method.label}) are trained one by one, as members or with '
+                "statistics of their own, and have no mean to train.\n"
                 '  do       leave warm_up_ out, or patch with pb.mixed() or a method with statistics="shared".'
             )
