@@ -222,7 +222,7 @@ class Calibration:
             scoring_passes=self.scoring_passes,
             seconds=self.seconds,
             views=None if self.views is None else repr(self.views),
-            warming=bool(self.network.warming),
+            warming=self.network.share == 0,
             interrupted=result.interrupted or (found is not None and found.interrupted),
         )
 

@@ -1,4 +1,4 @@
-"""warm_up_: no noise in training until held-out data show that the network is overconfident."""
+"""warm_up_: noise in training as far as held-out data show that the network is overconfident."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -16,6 +16,7 @@ from .score import best_temperature
 from .spread import is_member
 
 _EXAMPLES = 1500
+_STEEPNESS = 2.0
 
 
 def warm_up_(
@@ -25,29 +26,32 @@ def warm_up_(
     likelihood: Likelihood | None = None,
     select: Select | None = None,
     output: Callable[[Any], Tensor] | None = None,
-) -> bool:
-    """Train without draws while the network is not overconfident, and with them while it is: call it before every epoch.
+) -> float:
+    """Let training draw as far as the network is overconfident, and not while it still learns: call it before every epoch.
 
-    Noise helps a network that fits its training data and is overconfident, and harms one that still learns. So from the first
-    call on, training mode computes with the mean network, as if there were no patches: the components move together, and their
-    distances stay as they are. Every later call finds the best temperature of the mean network on held-out data, in one pass.
-    Above 1 the network is overconfident, and the next epoch draws; else it does not. Returns whether it will draw.
+    Noise helps a network that fits its training data and is overconfident; it harms one that does not. The first call turns all
+    draws off: training then computes with the mean network, as if there were no patches. The components move together, and
+    their distances stay as they are. Every later call finds the best temperature T of the mean network on held-out data, in
+    one pass, and of the next training steps this share draws:
 
-    It is the rule of `patchbayes train --noise auto` within one training. Called once, before all epochs, it would never let
-    the network draw. `forward_draws` and `use_draw`, which are asked for draws, make them all the same.
+        min(1, max(0, 2 (T - 1)))
+
+    It is returned. Called once, before all epochs, it would never let the network draw. A compiled network draws in all steps
+    or none, from a share of 0.5. `forward_draws` and `use_draw`, which are asked for draws, make them all the same.
 
     held_out, likelihood, select, output   as in `calibrate_`; at most 1,500 examples are used.
     """
     root, network = root_of(model)
     _check_has_mean(network)
-    if network.warming is None:
-        network.warming = True
-        return False
+    if network.share is None:
+        network.share = 0.0
+        return 0.0
     chosen = HeldOut.read(held_out, _EXAMPLES, BATCH, torch.Generator().manual_seed(0), select or select_for(model))
     likelihood = checked_likelihood(likelihood or network.likelihood)
     calibration = Calibration(root, network, chosen, likelihood, 1, 0, output or as_tensor, lambda _stage, _left: None)
-    network.warming = best_temperature(calibration.mean_averages(), calibration.targets) <= 1
-    return not network.warming
+    temperature = best_temperature(calibration.mean_averages(), calibration.targets)
+    network.share = min(1.0, max(0.0, _STEEPNESS * (temperature - 1)))
+    return network.share
 
 
 def _check_has_mean(network: PatchedNetwork) -> None:

@@ -210,15 +210,31 @@ def _run_site(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _apply(site: Site, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if is_offloaded(site.posterior):
-        with brought_in(site.posterior):
+    posterior = site.posterior
+    if is_offloaded(posterior):
+        with brought_in(posterior):
             return _apply(site, frame, args, kwargs)
     d = site.draw_of(frame.draw)
-    with frame.giving(site, functools.cache(lambda: site.values_of(d))):
-        output = site.posterior.apply_to(site.module, args, kwargs, d)
+    with frame.giving(site, _Once(site, d)):
+        output = posterior.apply_to(site.module, args, kwargs, d)
     if d is not None and "log_prob" in d:
         frame.draw.log_probs[site.name] = d["log_prob"]
     return output
+
+
+class _Once:
+    """The values of a site under its draw, made when they are first asked for and then kept."""
+
+    __slots__ = ("d", "made", "site")
+
+    def __init__(self, site: Site, d: Any) -> None:
+        self.site, self.d, self.made = site, d, None
+
+    def __call__(self) -> Mapping[str, Tensor]:
+        made: Mapping[str, Tensor] | None = self.made
+        if made is None:
+            made = self.made = self.site.values_of(self.d)
+        return made
 
 
 def _draw_outside(site: Site, module: nn.Module) -> Any:
