@@ -352,6 +352,16 @@ def test_the_report_shows_what_was_done() -> None:
         assert expected in text
 
 
+@pytest.mark.parametrize(("number", "said"), [(99, True), (100, False)])
+def test_the_report_says_when_examples_are_few(number: int, said: bool) -> None:
+    net, x = classifier(scale=3.0), inputs(number)
+    y = labels_from(torch.softmax(classifier()(x), -1).detach())
+    report = pb.calibrate_(net, batches(x, y))
+    assert (f"on {number} held-out examples (fewer than 100" in str(report)) == said
+    assert "one pass" in str(pb.predict(net, x, "mean"))
+    assert ", 1 draw," in str(pb.predict(net, x, 1))
+
+
 def test_the_report_says_why_a_patch_file_is_larger_than_what_was_added(tmp_path) -> None:  # type: ignore[no-untyped-def]
     """A few sizes are added, and the file holds the layers that they belong to."""
     net, x, y = linear_model(600, 0.9)

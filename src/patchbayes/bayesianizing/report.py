@@ -14,6 +14,8 @@ from .score import Average, scores
 from .tries import Tried
 
 _BAR, _BINS = 30, 5
+#: Held-out examples that are too few to keep some of them away from learning, and to trust the scores.
+FEW = 100
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,8 @@ class CalibrationReport:
         return tuple(one.nll for one in self.tried)
 
     def __str__(self) -> str:
-        lines = [f"on {self.num_held_out} held-out examples" + (f", views: {self.views}" if self.views else "")]
+        few = " (fewer than 100: these numbers are rough)" if self.num_held_out < FEW else ""
+        lines = [f"on {self.num_held_out} held-out examples{few}" + (f", views: {self.views}" if self.views else "")]
         width = max(len(f"{self.draws} draws"), len("temperature alone"))
         passes = "1 pass" if self.views is None else "its views"
         rows = [("as it was", passes, self.before), ("temperature alone", passes, self.temperature_scaled)]
