@@ -13,7 +13,7 @@ from patchbayes.likelihoods import Gaussian
 
 
 def patched() -> nn.Sequential:
-    net = classifier()
+    net = classifier(scale=12.0)
     pb.patch_(net, pb.mixed(), generator=torch.Generator().manual_seed(0))
     return net.train()
 
@@ -33,17 +33,26 @@ def drawn_among(net: nn.Module, x: torch.Tensor, calls: int = 20) -> int:
 def test_it_draws_as_far_as_held_out_data_show_it_overconfident():
     net, x = patched(), inputs(1500)
     assert drawn_among(net, x) == 20
-    assert pb.warm_up_(net, answered(net, x, 0.2)) == 0  # the first call begins the warm-up, whatever the data say
+    assert pb.warm_up_(net, answered(net, x, 0.4)) == 0  # the first call begins the warm-up, whatever the data say
     assert drawn_among(net, x) == 0
     assert pb.warm_up_(net, answered(net, x, 3.0)) == 0
     assert drawn_among(net, x) == 0
     share = pb.warm_up_(net, answered(net, x, 0.8))  # the best temperature is near 1.25
     assert 0.3 < share < 0.7
     assert drawn_among(net, x) in (int(20 * share), int(20 * share) + 1)
-    assert pb.warm_up_(net, answered(net, x, 0.2)) == 1
+    assert pb.warm_up_(net, answered(net, x, 0.4)) == 1
     assert drawn_among(net, x) == 20
     assert pb.warm_up_(net, answered(net, x, 3.0)) == 0
     assert drawn_among(net, x) == 0
+
+
+def test_a_network_that_knows_nothing_does_not_draw():
+    """Its best temperature is high, since all that it says is wrong, and noise would not help it."""
+    net, x = patched(), inputs(1000)
+    pb.warm_up_(net, batches(x, torch.zeros(1000, dtype=torch.int64)))
+    guessed = torch.randint(4, (1000,), generator=torch.Generator().manual_seed(0))
+    assert pb.calibrate_(copy.deepcopy(net), batches(x, guessed), budget=100).mean_temperature > 2
+    assert pb.warm_up_(net, batches(x, guessed)) == 0
 
 
 def test_training_in_the_warm_up_is_that_of_the_unpatched_network():
@@ -81,7 +90,7 @@ def test_components_keep_their_distances_in_the_warm_up():
 
 def test_held_out_data_of_any_form():
     net, x = patched(), inputs(1000)
-    pairs = answered(net, x, 0.2)
+    pairs = answered(net, x, 0.4)
     pb.warm_up_(net, pairs)
     assert pb.warm_up_(net, [{"a": x, "b": y} for x, y in pairs], select=lambda batch: (batch["a"], batch["b"])) > 0
     assert pb.warm_up_(net, pairs, output=lambda logits: 0.05 * logits) == 0
@@ -99,7 +108,7 @@ def test_calibrate_says_that_it_was_trained_without_draws():
     pb.warm_up_(net, held_out)
     report = pb.calibrate_(net, held_out, budget=2000)
     assert "trained without draws to the end" in str(report)
-    pb.warm_up_(net, answered(net, x, 0.1))
+    pb.warm_up_(net, answered(net, x, 0.4))
     assert "without draws" not in str(pb.calibrate_(net, held_out, budget=2000))
 
 

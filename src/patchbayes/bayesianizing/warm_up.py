@@ -1,5 +1,6 @@
 """warm_up_: noise in training as far as held-out data show that the network is overconfident."""
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,11 +13,11 @@ from ..patching.network import PatchedNetwork, root_of
 from ..prediction.batches import as_tensor
 from .calibrate import BATCH, Calibration
 from .held_out import HeldOut, Select, select_for
-from .score import best_temperature
+from .score import Average, best_temperature, scores
 from .spread import is_member
 
 _EXAMPLES = 1500
-_STEEPNESS = 2.0
+_STEEPNESS, _CHANCE = 2.0, 0.9
 
 
 def warm_up_(
@@ -36,7 +37,8 @@ def warm_up_(
 
         min(1, max(0, 2 (T - 1)))
 
-    It is returned. Called once, before all epochs, it would never let the network draw. A compiled network draws in all steps
+    and none where the classes are told hardly better than by their frequencies: what knows nothing is not overfitted. The share
+    is returned. Called once, before all epochs, it would never let the network draw. A compiled network draws in all steps
     or none, from a share of 0.5. `forward_draws` and `use_draw`, which are asked for draws, make them all the same.
 
     held_out, likelihood, select, output   as in `calibrate_`; at most 1,500 examples are used.
@@ -49,9 +51,20 @@ def warm_up_(
     chosen = HeldOut.read(held_out, _EXAMPLES, BATCH, torch.Generator().manual_seed(0), select or select_for(model))
     likelihood = checked_likelihood(likelihood or network.likelihood)
     calibration = Calibration(root, network, chosen, likelihood, 1, 0, output or as_tensor, lambda _stage, _left: None)
-    temperature = best_temperature(calibration.mean_averages(), calibration.targets)
-    network.share = min(1.0, max(0.0, _STEEPNESS * (temperature - 1)))
+    averages = calibration.mean_averages()
+    temperature = best_temperature(averages, calibration.targets)
+    learned = -float(scores(averages, calibration.targets, temperature).mean()) < _CHANCE * _entropy(averages, chosen)
+    network.share = min(1.0, max(0.0, _STEEPNESS * (temperature - 1))) if learned else 0.0
     return network.share
+
+
+def _entropy(averages: list[Average], held_out: HeldOut) -> float:
+    """The NLL of the frequencies of the classes; infinite for what are no classes."""
+    if averages[0].kind != "classes":
+        return math.inf
+    labels = torch.cat([targets.flatten() for targets in held_out.targets])
+    frequencies = labels[labels != averages[0].ignored].unique(return_counts=True)[1].double()
+    return float(torch.special.entr(frequencies / frequencies.sum()).sum())
 
 
 def _check_has_mean(network: PatchedNetwork) -> None:
