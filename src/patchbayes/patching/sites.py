@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..draws.draws import RECORD
 from ..errors import PatchbayesError
-from ..posteriors.posterior import CHILD, Posterior, set_value_
+from ..posteriors.posterior import CHILD, Posterior, SiteDraw, set_value_
 from .frames import MEAN, Frame, frame_of, in_backward, pushed, raise_unknown_draw, running_networks
 from .network import SITE, Site, raise_copied
 from .offloading import brought_in, is_offloaded, rebind_forward_
@@ -227,14 +227,14 @@ class _Once:
 
     __slots__ = ("d", "made", "site")
 
-    def __init__(self, site: Site, d: Any) -> None:
-        self.site, self.d, self.made = site, d, None
+    def __init__(self, site: Site, d: SiteDraw | None) -> None:
+        self.site, self.d = site, d
+        self.made: Mapping[str, Tensor] | None = None
 
     def __call__(self) -> Mapping[str, Tensor]:
-        made: Mapping[str, Tensor] | None = self.made
-        if made is None:
-            made = self.made = self.site.values_of(self.d)
-        return made
+        if self.made is None:
+            self.made = self.site.values_of(self.d)
+        return self.made
 
 
 def _draw_outside(site: Site, module: nn.Module) -> Any:
