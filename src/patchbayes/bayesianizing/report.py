@@ -152,7 +152,8 @@ class CalibrationReport:
         text = "The best temperature is below 1: the network is less sure than it could be."
         if not self.factors:
             return f"{text} Patches would gain little."
-        return f"{text}\nIf it was trained with patches: more epochs, less noise (pb.mixed(0.25)) or none; keep the lowest NLL."
+        do = "more epochs, less noise (pb.mixed(0.25)) or pb.warm_up_; keep the lowest NLL."
+        return f"{text}\nIf it was trained with patches: {do}"
 
 
 @dataclass(frozen=True)
