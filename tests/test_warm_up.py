@@ -73,6 +73,16 @@ def test_training_in_the_warm_up_is_that_of_the_unpatched_network():
     torch.testing.assert_close(components, components[:1].expand_as(components), rtol=0, atol=1e-6)
 
 
+def test_a_compiled_network_draws_in_all_steps_or_none():
+    net, x = patched(), inputs(1500)
+    compiled = torch.compile(net, backend="eager")
+    pb.warm_up_(compiled, answered(net, x, 0.4))
+    mean = copy.deepcopy(net).eval()(x)
+    assert torch.allclose(compiled(x), mean)
+    assert pb.warm_up_(compiled, answered(net, x, 0.4)) == 1
+    assert not any(torch.allclose(compiled(x), mean) for _ in range(3))
+
+
 def test_components_keep_their_distances_in_the_warm_up():
     net, x = patched(), inputs(64)
     y = labels_from(torch.softmax(classifier(seed=1)(x), -1).detach())
