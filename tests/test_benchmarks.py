@@ -270,3 +270,21 @@ def test_tables_come_from_records(tmp_path):
     for row in record["rivals"]:
         assert f"| {row['name']} (" in made
     assert tables.render("no table", tmp_path) == "no table"
+
+
+def test_the_loop_of_ones_own_is_scored_with_both_statistics(tmp_path):
+    own = import_module("own_loop")
+    few = own.fashion(0, train=96, corrupted=1)
+    few = own.replace(few, corrupted={}, unfamiliar=None, held_out=[t[:100] for t in few.held_out], batch=32)
+    rows = []
+    for loop in own.LOOPS:
+        found = own.result(few, loop, 0, epochs=2)
+        assert found["shares"] == ([0.0, 0.0] if loop.endswith("warm_up_") else [])  # two epochs are too few for noise
+        assert found["as trained"]["nll"] != found["statistics again"]["nll"]
+        rows.append({"seed": 0, "epochs": 2, "loop": loop, **found})
+    record = {"seed_numbers": [0], "rows": rows, "command": "python benchmarks/own_loop.py", "commit": "abc"}
+    (tmp_path / "own_loop.json").write_text(json.dumps(record))
+    made = import_module("readme_tables").render("<!-- table: own_loop -->\n<!-- end table -->", tmp_path)
+    for row, drew in zip(rows, (0, 100, 0), strict=True):
+        cells = f"| {row['as trained']['nll']:.3f} | {row['as trained']['temperature']:.2f} "
+        assert f"{cells}| {row['statistics again']['nll']:.3f} | {drew} % |" in made

@@ -352,6 +352,29 @@ def test_the_report_shows_what_was_done() -> None:
         assert expected in text
 
 
+@pytest.mark.parametrize(("number", "said"), [(99, True), (100, False)])
+def test_the_report_says_when_examples_are_few(number: int, said: bool) -> None:
+    net, x = classifier(scale=3.0), inputs(number)
+    y = labels_from(torch.softmax(classifier()(x), -1).detach())
+    report = pb.calibrate_(net, batches(x, y))
+    assert (f"on {number} held-out examples (fewer than 100" in str(report)) == said
+    assert "one pass" in str(pb.predict(net, x, "mean"))
+    assert ", 1 draw," in str(pb.predict(net, x, 1))
+
+
+def test_the_report_says_why_a_patch_file_is_larger_than_what_was_added(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    """A few sizes are added, and the file holds the layers that they belong to."""
+    net, x, y = linear_model(600, 0.9)
+    report = pb.bayesianize_(net, batches(x, y), likelihood=Gaussian(precision=4.0), budget=20_000)
+    pb.save(net, tmp_path / "patch.safetensors")
+    layers = sum(p.numel() for site in pb.patched_sites(net).values() for p in site.module.parameters())
+    added = report.patch.parameters_after - report.patch.parameters_before
+    assert 0 < added < layers
+    assert 4 * layers == report.patch_bytes < (tmp_path / "patch.safetensors").stat().st_size
+    expected = f"size    {added} parameters were added; the patch file holds them together with the patched layers' own weights"
+    assert f"{expected}: {report.patch_bytes} bytes" in str(report)
+
+
 def looker(seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
     net = nn.Sequential(nn.Conv2d(1, 6, 3), nn.ReLU(), nn.Flatten(), nn.Linear(6 * 16, 4)).eval()

@@ -44,7 +44,7 @@ def what_a_reader_has():
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(256, 1, 8, 8, generator=generator), torch.randint(10, (256,), generator=generator)
     batches = list(zip(x.split(64), y.split(64), strict=True))
-    names = {"torch": torch, "F": F, "loader": batches[:2], "held_out": batches[2:], "x": x[:8]}
+    names = {"torch": torch, "F": F, "loader": batches[:2], "held_out": batches[2:], "x": x[:8], "epochs": 2}
     return names | {"model": small_cnn(), "make_network": small_cnn}
 
 

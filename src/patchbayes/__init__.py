@@ -4,7 +4,7 @@ Specialists live in submodules: `patchbayes.posteriors`, `likelihoods`, `objecti
 `digests`.
 """
 
-from .bayesianizing import bayesianize_, calibrate_
+from .bayesianizing import bayesianize_, calibrate_, warm_up_
 from .draws.draws import Draws
 from .errors import PatchbayesError
 from .export import export
@@ -48,6 +48,7 @@ __all__ = [
     "set_eval_",
     "unpatch_",
     "use_draw",
+    "warm_up_",
 ]
 
 #: Names that stood here in 0.1.0, with the submodule that has them now.

@@ -21,7 +21,7 @@ from ..prediction.batches import as_tensor
 from ..views import Views, as_views
 from .held_out import HeldOut, Select, select_for, to_device
 from .progress import shown
-from .report import CalibrationReport, Scores
+from .report import FEW, CalibrationReport, Scores
 from .restoring import contents, put_back, restored_on_error, with_record
 from .score import Average, best_temperature, check_scored, raised_temperature, scores
 from .spread import Learned, SpreadSearch, is_member, relative_spread, rigid_sites, scalable_sites
@@ -29,8 +29,8 @@ from .tries import Tried, Tries
 
 #: Examples in a batch.
 BATCH = 64
-#: Of the held-out examples, the part that is kept away from learning and judges its result; and how many are too few for that.
-_AWAY, _MOST_AWAY, _FEW = 0.3, 1000, 100
+#: Of the held-out examples, the part that is kept away from learning and judges its result.
+_AWAY, _MOST_AWAY = 0.3, 1000
 #: Numbers that learning fits beyond the temperature: the NLL on the N examples that fitted them is too low by this over N.
 _FITTED = 4
 #: Standard errors by which the draws must be ahead of the temperature alone on the examples that judge: at least, and where
@@ -222,6 +222,7 @@ class Calibration:
             scoring_passes=self.scoring_passes,
             seconds=self.seconds,
             views=None if self.views is None else repr(self.views),
+            warming=self.network.share == 0,
             interrupted=result.interrupted or (found is not None and found.interrupted),
         )
 
@@ -344,7 +345,7 @@ class Calibration:
     def _kept_away(self) -> int:
         """How many batches judge and do not learn."""
         batches = len(self.held_out.batches)
-        if len(self.held_out) < _FEW or batches < 3:
+        if len(self.held_out) < FEW or batches < 3:
             return 0
         return max(1, min(round(_AWAY * batches), _MOST_AWAY // BATCH, batches - 1))
 

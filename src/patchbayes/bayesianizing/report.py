@@ -14,6 +14,8 @@ from .score import Average, scores
 from .tries import Tried
 
 _BAR, _BINS = 30, 5
+#: Held-out examples that are too few to keep some of them away from learning, and to trust the scores.
+FEW = 100
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class CalibrationReport:
     gain, gain_error  NLL of temperature scaling minus that of the spread that was judged, and its standard error, on the
                       examples that were kept away from learning (all, where there were few).
     tried             every spread that was tried, with its NLL on the examples that it was tried on.
+    warming           whether `warm_up_` kept draws out of its training to the end.
     passes            inputs that went through the network; scoring_passes those of the last scores.
     """
 
@@ -87,6 +90,7 @@ class CalibrationReport:
     draw_temperature: float = 1.0
     interrupted: bool = False
     views: str | None = None
+    warming: bool = False
 
     @property
     def losses(self) -> tuple[float, ...]:
@@ -94,7 +98,8 @@ class CalibrationReport:
         return tuple(one.nll for one in self.tried)
 
     def __str__(self) -> str:
-        lines = [f"on {self.num_held_out} held-out examples" + (f", views: {self.views}" if self.views else "")]
+        few = " (fewer than 100: these numbers are rough)" if self.num_held_out < FEW else ""
+        lines = [f"on {self.num_held_out} held-out examples{few}" + (f", views: {self.views}" if self.views else "")]
         width = max(len(f"{self.draws} draws"), len("temperature alone"))
         passes = "1 pass" if self.views is None else "its views"
         rows = [("as it was", passes, self.before), ("temperature alone", passes, self.temperature_scaled)]
@@ -140,12 +145,15 @@ class CalibrationReport:
     @property
     def warning(self) -> str:
         """What to do about a network that is less sure than it could be, "" for all others."""
+        if self.warming:
+            return "It was trained without draws to the end: warm_up_, called before every epoch, never found it overconfident."
         if self.mean_temperature >= 1:
             return ""
         text = "The best temperature is below 1: the network is less sure than it could be."
         if not self.factors:
             return f"{text} Patches would gain little."
-        return f"{text}\nIf it was trained with patches: more epochs, less noise (pb.mixed(0.25)) or none; keep the lowest NLL."
+        do = "more epochs, less noise (pb.mixed(0.25)) or pb.warm_up_; keep the lowest NLL."
+        return f"{text}\nIf it was trained with patches: {do}"
 
 
 @dataclass(frozen=True)
@@ -168,14 +176,20 @@ class BayesianizeReport:
             raise AttributeError(name)
         return getattr(self.calibration, name)
 
-    def __str__(self) -> str:
-        share = 100 * self.patch_bytes / self.model_bytes
-        size = f"size    {self.patch_bytes:,} bytes of patches, {share:.1f} % of the network's {self.model_bytes:,}"
-        patched = str(self.patch)
+    @property
+    def size(self) -> str:
+        """One sentence: what was added, and what the patch file takes, which is more than that."""
         if not self.patch_bytes:
-            patched = f"tried, and taken off again: {patched}"
-            size = f"size    no patches; the network's own {self.model_bytes:,} bytes, and a temperature"
-        return "\n".join([patched, "", str(self.calibration), size, "load    " + self.call])
+            return f"no patches; the network's own {self.model_bytes:,} bytes, and a temperature"
+        added, share = self.patch.parameters_after - self.patch.parameters_before, self.patch_bytes / self.model_bytes
+        return (
+            f"{added:,} parameters were added; the patch file holds them together with the patched layers' own weights: "
+            f"{self.patch_bytes:,} bytes, {100 * share:.1f} % of the network's {self.model_bytes:,}"
+        )
+
+    def __str__(self) -> str:
+        patched = str(self.patch) if self.patch_bytes else f"tried, and taken off again: {self.patch}"
+        return "\n".join([patched, "", str(self.calibration), f"size    {self.size}", "load    " + self.call])
 
 
 def reliability_lines(before: Scores, after: Scores) -> list[str]:

@@ -24,7 +24,7 @@ def fold(key: Tensor, value: Tensor | int) -> Tensor:
     if torch.compiler.is_compiling():
         return _fold_op(key, torch.as_tensor(value, dtype=torch.int64))
     if isinstance(value, int) and key.dim() == 0:
-        return torch.tensor(_fold_number(int(key), value))
+        return torch.tensor(fold_number(int(key), value))
     return _fold(key, torch.as_tensor(value, dtype=torch.int64))
 
 
@@ -57,7 +57,7 @@ def _fold(key: Tensor, value: Tensor) -> Tensor:
     return _mix_(key + (value + 1) * _GOLDEN)
 
 
-def _fold_number(key: int, value: int) -> int:
+def fold_number(key: int, value: int) -> int:
     """`_fold` of two numbers, in Python's integers: a dozen operations on tensors of one element cost 20 times more."""
     x = (key + (value + 1) * _GOLDEN) % 2**64
     x = (x ^ (x >> 30)) * _MULTIPLIER_1 % 2**64

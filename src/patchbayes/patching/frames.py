@@ -35,18 +35,28 @@ class Frame:
         given = self._given.get(site)
         return site.realized(self.draw)[name] if given is None else given()[name]
 
-    @contextlib.contextmanager
-    def giving(self, site: Any, values: Values) -> Iterator[None]:
+    def giving(self, site: Any, values: Values) -> "Giving":
         """Values for one site, in the block."""
-        before = self._given.get(site)
-        self._given[site] = values
-        try:
-            yield
-        finally:
-            if before is None:
-                del self._given[site]
-            else:
-                self._given[site] = before
+        return Giving(self._given, site, values)
+
+
+class Giving:
+    """The block of `Frame.giving`: a class, since every patched layer enters one whenever it runs."""
+
+    __slots__ = ("before", "given", "site", "values")
+
+    def __init__(self, given: dict[Any, Values], site: Any, values: Values) -> None:
+        self.given, self.site, self.values = given, site, values
+
+    def __enter__(self) -> None:
+        self.before = self.given.get(self.site)
+        self.given[self.site] = self.values
+
+    def __exit__(self, *_: object) -> None:
+        if self.before is None:
+            del self.given[self.site]
+        else:
+            self.given[self.site] = self.before
 
 
 class _Stack(threading.local):

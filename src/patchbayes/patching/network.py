@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..draws.draws import RECORD, Draws, record_of
 from ..draws.layout import Law, Layout, NetworkDraw, Probabilities, Span
-from ..draws.randomness import fold
+from ..draws.randomness import fold, fold_number
 from ..draws.schemes import assign, assign_live
 from ..errors import PatchbayesError, WrongDraws
 from ..likelihoods import Likelihood
@@ -136,6 +136,8 @@ class PatchedNetwork:
         self.likelihood = likelihood
         self.calibration: dict[str, float] | None = None  # what was measured on held-out data when it was calibrated
         self.eval: Eval = "mean"
+        self.share: float | None = None  # of the calls in training that draw; None: all of them (`warm_up_`)
+        self._turn = 0.0
         self.same_draws = False  # whether all processes of a distributed training draw alike
         self.compiling = MEAN  # the draw of compiled code, which knows no frames
         self.held: NetworkDraw | None = None  # the draw that a block holds, for compiled code alone
@@ -198,6 +200,17 @@ class PatchedNetwork:
             self._law = Law(self.layout, probabilities)
         return self._law
 
+    def takes_turn(self) -> bool:
+        """Whether this call in training draws: `share` of them do, evenly spread; in compiled code all of them or none."""
+        if self.share is None:
+            return True
+        if torch.compiler.is_dynamo_compiling():
+            return self.share >= 0.5
+        self._turn += self.share
+        drawn = self._turn >= 1
+        self._turn -= drawn
+        return drawn
+
     def advance(self) -> NetworkDraw:
         """The next draw of the network's own generator."""
         if torch.compiler.is_dynamo_compiling():
@@ -206,12 +219,15 @@ class PatchedNetwork:
             return self._draw()
 
     def _draw(self) -> NetworkDraw:
-        key = fold(fold(self.generator[0], 0 if self.same_draws else _rank()), self.generator[1])
+        rank = 0 if self.same_draws else _rank()
         if torch.compiler.is_dynamo_compiling():
+            key = fold(fold(self.generator[0], rank), self.generator[1])
             indices = self._assign_compiled(key)
-        else:
+        else:  # numbers: of a small network's step, operations on tensors of one element would be a large part
+            seed, counter = self.generator.tolist()
+            key = torch.tensor(fold_number(fold_number(seed, rank), counter))
             indices = assign(self.law(), key, 0, self.layout.num_groups, self.device)
-        self.generator[1] += 1
+        self.generator[1].add_(1)
         return NetworkDraw(key, indices)
 
     def _assign_compiled(self, key: Tensor) -> Tensor:

@@ -57,9 +57,9 @@ class PatchReport:
             for (module, method, frozen), members in groups.items()
         ]
         widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
-        sites = f"{len(self.sites)} site{'s' * (len(self.sites) != 1)}"
+        number = f"{len(self.sites)} site{'s' * (len(self.sites) != 1)}"
         lines = [
-            f"patched {sites} of {self.network}: {self.parameters_before:,} -> {self.parameters_after:,} "
+            f"patched {number} of {self.network}: {self.parameters_before:,} -> {self.parameters_after:,} "
             f"parameters ({self.overhead_percent:+.3g} %), effective ensemble size {self.ensemble_size}"
         ]
         lines += [f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d}" for a, b, c, d in rows]

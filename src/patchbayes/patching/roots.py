@@ -149,7 +149,9 @@ def with_draw(root: nn.Module, function: Callable[..., Any], args: tuple[Any, ..
 
 
 def _next(network: PatchedNetwork, root: nn.Module) -> NetworkDraw:
-    """The draw of a call that no block holds one for: a fresh one in training, in eval mode as `set_eval_` says."""
+    """The draw of a call that no block holds one for: in training a fresh one, or the mean while `warm_up_` says so."""
+    if root.training and not network.takes_turn():
+        return MEAN
     if root.training or network.eval == "draw":
         return network.advance()
     if network.eval == "error":

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..draws.draws import RECORD
 from ..errors import PatchbayesError
-from ..posteriors.posterior import CHILD, Posterior, set_value_
+from ..posteriors.posterior import CHILD, Posterior, SiteDraw, set_value_
 from .frames import MEAN, Frame, frame_of, in_backward, pushed, raise_unknown_draw, running_networks
 from .network import SITE, Site, raise_copied
 from .offloading import brought_in, is_offloaded, rebind_forward_
@@ -210,15 +210,31 @@ def _run_site(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _apply(site: Site, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if is_offloaded(site.posterior):
-        with brought_in(site.posterior):
+    posterior = site.posterior
+    if is_offloaded(posterior):
+        with brought_in(posterior):
             return _apply(site, frame, args, kwargs)
     d = site.draw_of(frame.draw)
-    with frame.giving(site, functools.cache(lambda: site.values_of(d))):
-        output = site.posterior.apply_to(site.module, args, kwargs, d)
+    with frame.giving(site, _Once(site, d)):
+        output = posterior.apply_to(site.module, args, kwargs, d)
     if d is not None and "log_prob" in d:
         frame.draw.log_probs[site.name] = d["log_prob"]
     return output
+
+
+class _Once:
+    """The values of a site under its draw, made when they are first asked for and then kept."""
+
+    __slots__ = ("d", "made", "site")
+
+    def __init__(self, site: Site, d: SiteDraw | None) -> None:
+        self.site, self.d = site, d
+        self.made: Mapping[str, Tensor] | None = None
+
+    def __call__(self) -> Mapping[str, Tensor]:
+        if self.made is None:
+            self.made = self.site.values_of(self.d)
+        return self.made
 
 
 def _draw_outside(site: Site, module: nn.Module) -> Any:

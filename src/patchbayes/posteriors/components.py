@@ -1,7 +1,6 @@
 """The posterior of the paper's family: components of a layer, and draws that pick among them."""
 
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -14,7 +13,7 @@ from ..draws.layout import example_keys
 from ..draws.schemes import assign_with
 from ..errors import PatchbayesError
 from ..layers import is_norm
-from .initializing import initialized_again
+from .initializing import check_memory, initialized_again
 from .posterior import (
     CHILD,
     KL,
@@ -57,7 +56,7 @@ class MixturePosterior(Posterior):
     def __init__(self, method: Any, layer: nn.Module, generator: torch.Generator) -> None:
         _check_fit(method, layer)
         values = own_parameters(layer)
-        _check_memory(method, values)
+        check_memory(method.components, values)
         mix_bias = method.mix_bias if method.mix_bias is not None else not method.zero
         unmixed = {name for name in values if is_bias(name) and not mix_bias}
         super().__init__(method, layer, tuple(name for name in values if name not in unmixed or method.sigma))
@@ -67,6 +66,9 @@ class MixturePosterior(Posterior):
         self.num_components = method.components
         self.components = nn.ParameterDict()
         self._places, self._num_groups = self._lay_out()
+        # Vectors whose elements draw for themselves are picked in one operation, with one more in the backward pass.
+        alone = method.tie == "element" and not method.zero
+        self._flat = {name for name in self._places if alone and len(self._shapes[name]) == 1}
         self._fresh = initialized_again(layer, method.components - 1, generator) if method.init == "independent" else []
         p = method.probabilities
         self._log_p = None if p is None else torch.tensor(p, dtype=torch.float64).log()
@@ -182,6 +184,10 @@ class MixturePosterior(Posterior):
 
         stored   (K, *shape), to pick from something else that every component has.
         """
+        if stored is None and indices.dim() == 1 and name in self._flat:
+            flat, (first, number) = self.components[name], self._places[name]
+            places = torch.arange(number, device=flat.device)
+            return flat.index_select(0, places.add(indices[first : first + number].to(flat.device), alpha=number))
         stored = self.stored(name) if stored is None else stored
         if name not in self._places:
             return stored[0].expand(*indices.shape[:-1], *stored.shape[1:])
@@ -379,17 +385,6 @@ def _check_fit(method: Any, layer: nn.Module) -> None:
         raise PatchbayesError(
             f'statistics="per_component" with tie="{method.tie}": a running statistic needs one component a layer.\n'
             '  do       tie="site" (EMP) or "network" (Ensemble), or statistics="shared".'
-        )
-
-
-def _check_memory(method: Any, values: Mapping[str, Tensor]) -> None:
-    """Refuse what this machine could not hold, before anything is made."""
-    needed = method.components * sum(p.numel() * p.element_size() for p in values.values())
-    present = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else needed
-    if needed > present:
-        raise PatchbayesError(
-            f"components={method.components}: they would take {needed / 2**30:,.0f} GiB, and this machine has "
-            f"{present / 2**30:,.0f} GiB."
         )
 
 

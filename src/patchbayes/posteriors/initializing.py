@@ -1,6 +1,8 @@
-"""Components that start independently: from the module's own initializer, run again."""
+"""How components start: whether there is room for them, and independent ones from the module's own initializer, run again."""
 
 import copy
+import os
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -27,3 +29,14 @@ def initialized_again(module: nn.Module, times: int, generator: torch.Generator)
             (getattr(clone, "reset_parameters", None) or clone._reset_parameters)()  # type: ignore[operator]
             fresh.append({name: p.detach().clone() for name, p in own_parameters(clone).items()})
     return fresh
+
+
+def check_memory(components: int, values: Mapping[str, Tensor]) -> None:
+    """Refuse what this machine could not hold, before anything is made."""
+    needed = components * sum(p.numel() * p.element_size() for p in values.values())
+    present = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else needed
+    if needed > present:
+        raise PatchbayesError(
+            f"components={components}: they would take {needed / 2**30:,.0f} GiB, and this machine has "
+            f"{present / 2**30:,.0f} GiB."
+        )

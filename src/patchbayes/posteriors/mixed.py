@@ -25,7 +25,8 @@ def mixed(noise: float = 1.0, components: int = COMPONENTS) -> dict[str | Callab
 
     Each of K components is drawn in one of K steps. With Adam, give them K times the learning rate, so they keep up, but at
     most 0.005: `objective.parameter_groups(model, lr=1e-3, patch_lr=5e-3)`. With SGD that was worse than one rate for all.
-    Afterwards `calibrate_` fits spread and temperature.
+    `warm_up_` before every epoch keeps the noise away from a network that still learns. Afterwards `calibrate_` fits spread and
+    temperature.
 
     The paper names mixed schemes as future work; `docs/training.md` has the measurements.
     """

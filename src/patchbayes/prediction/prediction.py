@@ -125,7 +125,7 @@ class Prediction(ABC):
             if isinstance(value, Tensor) and value.is_floating_point() and value.numel() == len(self) > 0:
                 parts.append(f"{name.replace('_', ' ')} {float(value.double().mean()):.3g}")
         means = f"; mean {', '.join(parts)}" if parts else ""
-        number = "one pass" if self.draws is None else f"{self.num_draws:,} draws"
+        number = "one pass" if self.draws is None else f"{self.num_draws:,} draw{'s' * (self.num_draws != 1)}"
         return f"{type(self).__name__}: {len(self):,} inputs, {number}, temperature {self.temperature:.3g}{means}"
 
     def __len__(self) -> int:
