@@ -425,6 +425,9 @@ def test_every_keyword_changes_the_result() -> None:
     assert bayesianize_(method=pb.ECMP(3, jitter=0.1)) != usual
     assert bayesianize_(sites="output") != usual
     assert bayesianize_(predict_cost=3.0) != usual
+    limited = bayesianize_(patch_bytes=3000)
+    assert limited != usual
+    assert bayesianize_(patch_bytes=3000, small=None) != limited
     assert bayesianize_(draws=8) != usual
     assert bayesianize_(budget=8000) != usual
     assert bayesianize_(examples=200)[-1] == 200

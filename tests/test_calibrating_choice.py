@@ -120,18 +120,16 @@ BUDGETS: dict[str, tuple[Callable[[], nn.Sequential], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", BUDGETS)
-def test_the_budget_holds(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At a tenth of the default, with a tenth of the examples: as many inputs as said, and one scoring at the end."""
-    build, options = BUDGETS[kind]
-    net = build().eval()
-    counters = [module.rows for module in net if isinstance(module, Counting)]
-    x = torch.randn(150, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+def answered(net: nn.Module, number: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    x = torch.randn(number, 3, 8, 8, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        y = labels_from(torch.softmax(8 * net(x), -1))
-    scorings, lines = [0], list[tuple[str, float]]()
-    counters[0][0] = counters[1][0] = 0
-    scored = Calibration._averages
+        return [(x, labels_from(torch.softmax(8 * net(x), -1)))]
+
+
+def without_scorings(net: nn.Sequential, monkeypatch: pytest.MonkeyPatch) -> tuple[Callable[[], int], list[int]]:
+    """What goes through the network from now on, but for the last scores, and how often these are made."""
+    counters = [module.rows for module in net if isinstance(module, Counting)]
+    start, scorings, scored = max(rows[0] for rows in counters), [0], Calibration._averages
 
     def uncounted(self: Calibration, may_stop: bool) -> Any:
         before = [rows[0] for rows in counters]
@@ -142,10 +140,40 @@ def test_the_budget_holds(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
         return found
 
     monkeypatch.setattr(Calibration, "_averages", uncounted)
+    return lambda: max(rows[0] for rows in counters) - start, scorings
+
+
+@pytest.mark.parametrize("number", [97, 150, 211])
+def test_the_budget_holds_for_any_numbers(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of held-out examples that no batch divides, and of passes: down to budgets that have no room for a search."""
+    given = convolutions(4).eval()
+    data = answered(given, number + 150)
+    for budget in (200, 333, 777, 1009, 1500, 2024, 2503, 3001):
+        net = copy.deepcopy(given)
+        with monkeypatch.context() as patching:
+            counted, _ = without_scorings(net, patching)
+            report = pb.bayesianize_(net, data, budget=budget, examples=number)
+            assert counted() <= report.passes <= budget
+        net = copy.deepcopy(given)
+        pb.patch_(net, Spread(), "all")
+        with monkeypatch.context() as patching:
+            counted, scorings = without_scorings(net, patching)
+            report = pb.calibrate_(net, data, budget=budget, examples=number)
+            assert counted() <= report.passes <= budget
+            assert report.scoring_passes == scorings[0] * 20 * report.num_held_out
+
+
+@pytest.mark.parametrize("kind", BUDGETS)
+def test_the_budget_holds(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a tenth of the default, with a tenth of the examples: as many inputs as said, and one scoring at the end."""
+    build, options = BUDGETS[kind]
+    net, lines = build().eval(), list[tuple[str, float]]()
+    data = answered(net, 150)
+    counted, scorings = without_scorings(net, monkeypatch)
     report = pb.bayesianize_(
-        net, [(x, y)], budget=4000, progress=lambda stage, left: lines.append((stage, left)), **options
+        net, data, budget=4000, progress=lambda stage, left: lines.append((stage, left)), **options
     )
-    assert max(rows[0] for rows in counters) <= report.passes <= 4000
+    assert counted() <= report.passes <= 4000
     assert scorings[0] == 1
     assert report.scoring_passes == options.get("draws", 20) * report.num_held_out
     assert {stage for stage, _ in lines} == {"spread", "scores"}

@@ -135,7 +135,8 @@ class Calibration:
 
     def look(self, share: float) -> float:
         """The least NLL of a first look that takes this share of the budget; after Ctrl-C the best until then."""
-        search = self._search(self._scale_mean(), share * self.budget)
+        temperature = self._scale_mean()
+        search = self._search(temperature, min(share * self.budget, self.budget - self.passes))
         try:
             search.look()
         except KeyboardInterrupt:
@@ -247,7 +248,8 @@ class Calibration:
         averages = self._averages(may_stop=kind == "learned")
         softened = found.draw_temperature
         if averages is None:
-            nll, temperature = min(one.nll for one in found.tried), math.exp(found.log_temperature)
+            nll = min((one.nll for one in found.tried), default=math.nan)
+            temperature = math.exp(found.log_temperature)
             return Result(kind, factors, temperature, Scores(nll), draw_temperature=softened, interrupted=True)
         self.averages = averages
         temperature = best_temperature(averages, self.targets)
@@ -375,8 +377,7 @@ class Result:
 
 def affordable_examples(examples: int, budget: int, views: Any, draws: int) -> int:
     """So many, or fewer where a pass of the mean network over all their views would take more than half of the budget."""
-    seen = 1 if views is None else len(as_views(views, draws))
-    return examples if seen == 1 else max(1, min(examples, budget // (2 * seen)))
+    return max(1, min(examples, budget // (2 * (1 if views is None else len(as_views(views, draws))))))
 
 
 def check_numbers(draws: int, budget: int, examples: int, tolerance: float) -> None:

@@ -124,23 +124,27 @@ class SpreadSearch:
         several = likelihood.offers in ("ClassPrediction", "LabelPrediction") and draws > 1
         self.draw_temperatures = [1.0, *(t * temperature for t in _DRAW_TEMPERATURES)] if several else [1.0]
         self._prefix: FixedPrefix | None = None
-        self._looked = False
         self.sites = scalable_sites(network)
         number = len(self.sites)
         self.depths = {site: i / (number - 1) - 0.5 if number > 1 else 0.0 for i, site in enumerate(self.sites)}
         made = Draws.stratified(model, draws)  # those that `predict` makes
         self.pool = [made.network_draw(which, network.device) for which in range(draws)]
         self.tried, self.tries = list(tried), tries
-        self.passes, self.started = 0, time.perf_counter()
+        self._looking = view is None and draws > 1  # for what lies before the first site: paid here
+        looking = _PREFIX_PASSES if self._looking else 0
+        self._may_try = looking + draws <= budget
+        self.passes, self.started = looking if self._may_try else 0, time.perf_counter()
 
     def look(self) -> Tried:
         """The best of a first look that takes the whole budget."""
-        return self._first_look(self._affordable(self.budget / _LOOKS))
+        return self._first_look(self._affordable(self.budget / _LOOKS)) if self._may_try else self._untried
 
     def run(self, stopped: bool = False) -> Learned:
         """The search; after Ctrl-C the best until then. stopped: it has come already, and something was tried before it."""
         if stopped:
             return self._found(min(self.tried, key=lambda one: one.nll), True)
+        if not (self.tried or self._may_try):
+            return self._found(self._untried, False)
         interrupted = False
         try:
             if self.tried:
@@ -157,8 +161,14 @@ class SpreadSearch:
 
     def start(self) -> Learned:
         """The temperatures that fit the spread that the network has."""
-        known = self.tried[0] if self.tried else self._try(0.0, 0.0, self._affordable(self.budget / 2))
-        return self._found(known, False)
+        if self.tried or not self._may_try:
+            return self._found(self.tried[0] if self.tried else self._untried, False)
+        return self._found(self._try(0.0, 0.0, self._affordable(self.budget / 2)), False)
+
+    @property
+    def _untried(self) -> Tried:
+        """The spread that the network has, where the budget has no room to try any."""
+        return Tried(0.0, 0.0, math.inf, 1.0, 0.0, 0, self.layers)
 
     @property
     def _sloping(self) -> bool:
@@ -260,13 +270,10 @@ class SpreadSearch:
 
     def _prefix_kept(self, inputs: Any) -> contextlib.AbstractContextManager[None]:
         """In the block, what lies before the first site is not run again for every draw of these inputs."""
-        if self.view is not None or not isinstance(inputs, Tensor) or self.draws < 2:
-            return contextlib.nullcontext()
-        if not self._looked:
-            self._looked = True
+        if self._looking and isinstance(inputs, Tensor):
+            self._looking = False
             with sites_alone_learn(self.network, self.model):
                 self._prefix = find_prefix(self.model, inputs[:2])
-            self.passes += _PREFIX_PASSES
         return contextlib.nullcontext() if self._prefix is None else self._prefix.serving(self._prefix.values(inputs))
 
     def _tell(self, more: int = 0) -> None:
