@@ -162,6 +162,7 @@ def bayesianize_(
                 calibration.follow(earlier)
             calibration.passes += _LAYER_PASSES
             remember_given_(model)
+            tried_bytes = _bytes(patch_tensors(model).values())
             found = calibration.run("learn", tolerance, try_start=False)
             if found.chosen == "none" and is_given:
                 _without_sites_(model, given)
@@ -173,6 +174,7 @@ def bayesianize_(
         patch=report,
         calibration=found,
         patch_bytes=_bytes(patch_tensors(model).values()) if patched_sites(model) else 0,
+        tried_bytes=tried_bytes,
         model_bytes=model_bytes,
         call='patchbayes.save(model, "patch.safetensors"); elsewhere patchbayes.load_(network, "patch.safetensors")',
     )

@@ -153,12 +153,14 @@ class BayesianizeReport:
     """What `bayesianize_` patched, and what `calibrate_` made of it.
 
     patch         the layers that were chosen.
-    patch_bytes   of the patches that the network has now; 0 where no draws were chosen and none are left.
+    patch_bytes   what a file holds of the patches that the network has now; 0 where no draws were chosen and none are left.
+    tried_bytes   the same of the patches that were tried.
     """
 
     patch: PatchReport
     calibration: CalibrationReport
     patch_bytes: int
+    tried_bytes: int
     model_bytes: int
     call: str = field(default="")
 
@@ -174,7 +176,8 @@ class BayesianizeReport:
         patched = str(self.patch)
         if not self.patch_bytes:
             patched = f"tried, and taken off again: {patched}"
-            size = f"size    no patches; the network's own {self.model_bytes:,} bytes, and a temperature"
+            size = f"size    no patches (those that were tried: {self.tried_bytes:,} bytes); the network's own "
+            size += f"{self.model_bytes:,} bytes, and a temperature"
         return "\n".join([patched, "", str(self.calibration), size, "load    " + self.call])
 
 
