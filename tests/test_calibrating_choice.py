@@ -1,6 +1,7 @@
 """What calibrate_ and bayesianize_ leave alone: ensembles, networks that need no draws, and the budget."""
 
 import copy
+import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,8 @@ from torch import nn
 import patchbayes as pb
 from calibrated_networks import batches, classifier, inputs, labels_from
 from patchbayes.bayesianizing.calibrate import Calibration
-from patchbayes.posteriors import Spread
+from patchbayes.posteriors import LowRank, Spread
+from patchbayes.posteriors.method import Method
 from patchbayes.views import mirror
 
 
@@ -160,7 +162,8 @@ def test_the_budget_holds_for_any_numbers(number: int, monkeypatch: pytest.Monke
             counted, scorings = without_scorings(net, patching)
             report = pb.calibrate_(net, data, budget=budget, examples=number)
             assert counted() <= report.passes <= budget
-            assert report.scoring_passes == scorings[0] * 20 * report.num_held_out
+            assert scorings[0] == 1
+            assert report.scoring_passes == 20 * report.num_held_out
 
 
 @pytest.mark.parametrize("kind", BUDGETS)
@@ -181,6 +184,24 @@ def test_the_budget_holds(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert lines[-1] == ("scores", 0.0)
     if kind == "a view for each of many draws":
         assert report.num_held_out == 33  # more would leave nothing for the search
+
+
+@pytest.mark.parametrize("method", [Spread(size=2.0), LowRank(2, 3, jitter=3.0)], ids=str)
+def test_a_spread_that_was_learned_stays_when_it_is_calibrated_again(method: Method) -> None:
+    """What the search then finds is hardly better: the network keeps its own spread to the last bit, and is scored once."""
+    planted, x = classifier(scale=3.0), inputs(1000)
+    pb.patch_(planted, dataclasses.replace(method, **{method.start_fields[0]: 0.6}), "all")
+    y = labels_from(pb.predict(planted, x, 200).probs)
+    net = classifier(scale=3.0)
+    pb.patch_(net, method, "all")
+    first = pb.calibrate_(net, batches(x, y))
+    assert first.chosen == "learned"
+    held = [p.detach().clone() for p in net.parameters()]
+    again = pb.calibrate_(net, batches(x, y))
+    assert again.chosen == "start"
+    assert first.scoring_passes == again.scoring_passes == 20 * 1000
+    assert all(torch.equal(a, b) for a, b in zip(held, net.parameters(), strict=True))
+    assert again.after.nll == pytest.approx(first.after.nll, abs=0.002)
 
 
 def test_a_network_without_patches_sees_all_its_views(tmp_path: Path) -> None:
