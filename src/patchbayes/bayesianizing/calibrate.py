@@ -230,9 +230,10 @@ class Calibration:
         own = found.tried if found else []
         return [one for one in self.looked if one.layers != self.layers] + own
 
-    def _measured(self, before: Scores, scaled: Scores, after: Scores) -> dict[str, float]:
-        """What the network and its files keep of the scores."""
-        found = {"held_out": len(self.held_out), "draws": self.draws}
+    def _measured(self, before: Scores, scaled: Scores, after: Scores) -> dict[str, Any]:
+        """What the network and its files keep of the scores, and of the views that they hold for."""
+        found: dict[str, Any] = {"held_out": len(self.held_out), "draws": self.draws}
+        found |= {} if self.views is None else {"views": self.views.name[:100]}
         rows = {"before": before, "scaled": scaled, "after": after}
         names = ("nll", "ece", "accuracy")
         cells = {f"{row}_{name}": getattr(scores, name) for row, scores in rows.items() for name in names}

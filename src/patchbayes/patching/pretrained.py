@@ -233,7 +233,7 @@ def card(description: Mapping[str, Any]) -> str:
         )
     lines += [
         f"Measured on {measured['held_out']:,.0f} held-out examples, which also chose spread and temperature "
-        f"(averages of {measured['draws']:.0f} draws):",
+        f"(averages of {measured['draws']:.0f} draws{_on_views(measured)}):",
         "",
         "| network | NLL | ECE | accuracy |",
         "|---|---|---|---|",
@@ -245,6 +245,10 @@ def card(description: Mapping[str, Any]) -> str:
         ]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _on_views(measured: Mapping[str, Any]) -> str:
+    return f" on the views {measured['views']}; predict with the same views" if "views" in measured else ""
 
 
 def _patch_state(root: nn.Module) -> dict[str, Tensor]:
