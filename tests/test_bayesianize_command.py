@@ -133,6 +133,9 @@ def test_the_views_are_written_down_and_used(place, tmp_path):
     line = f"bayesianize {DATA} --held-out test[:100] --budget 2000 --views shifts(1,False)"
     said = command(line, place / "net.pt", tmp_path / "run").out
     assert "on 100 held-out examples, views: shifts(1, False) (5)" in said
+    assert (
+        "On 100 held-out examples, views: shifts(1, False) (5)" in (tmp_path / "run" / "bayesianize.html").read_text()
+    )
     assert strict_json((tmp_path / "run" / "config.json").read_text())["views"] == "shifts(1, False)"
     run = RunFolder.open(tmp_path / "run")
     assert network_of(run.model()).calibration["views"] == "shifts(1, False)"

@@ -10,6 +10,7 @@ from torch import nn
 import patchbayes as pb
 from calibrated_networks import batches, inputs, labels_from
 from patchbayes.bayesianizing.layers import BYTES, SHARE
+from patchbayes.cli.bayesianize_page import bayesianize_page
 from patchbayes.errors import CheckpointMismatch, PatchbayesError
 from patchbayes.patching.checkpoint import patch_tensors
 from patchbayes.posteriors import LowRank, RankOne, Spread
@@ -46,6 +47,7 @@ def test_a_large_head_gets_a_small_form_within_the_limit(held_out, tmp_path: Pat
     assert {one.layers for one in report.tried} == {"first layers", "all layers"}  # and held-out data took the second
     assert {name: site.method for name, site in pb.patched_sites(net).items()} == {"0": Spread(), "2": RankOne()}
     assert HEAD in str(report)
+    assert HEAD in bayesianize_page(report)
     assert report.gain > 0
     limit = max(SHARE * report.model_bytes, BYTES)
     assert 4 * 5 * 1064 < report.patch_bytes < 4 * 5 * 1064 + 100 < limit
