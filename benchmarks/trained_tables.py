@@ -167,7 +167,7 @@ def rivals(record: dict[str, Any]) -> str:
 def large_head(record: dict[str, Any]) -> str:
     """NLL and size of patches of a head of 1,000 classes."""
     lines = [
-        "| the head's patch | NLL | gain on temperature scaling | ECE (floor) | size, of the network | chosen |",
+        "| the patch | NLL | gain on temperature scaling | ECE (floor) | size, of the network | chosen |",
         "|---|---|---|---|---|---|",
     ]
     for title in dict.fromkeys(row["title"] for row in record["rows"]):

@@ -7,9 +7,11 @@ import pytest
 import safetensors.torch
 import torch
 
+import patchbayes as pb
 from command_line import command, strict_json
 from patchbayes.bayesianizing.calibrate import Calibration
 from patchbayes.patching import patch as patching
+from patchbayes.patching.network import network_of
 from patchbayes.runs import RunFolder
 
 DATA = "--model small_cnn --data digits"
@@ -111,6 +113,7 @@ def test_both_file_formats_give_the_same_patches(place, tmp_path):
         "--seed 1",
         "--sites norm",
         "--predict-cost 3",
+        "--views mirror",
         "--held-out test[:90]",
     ],
 )
@@ -123,6 +126,42 @@ def test_every_option_changes_the_result(place, tmp_path, option):
     for found in (usual, other):
         del found["folder"], found["seconds"]
     assert usual != other
+
+
+def test_the_views_are_written_down_and_used(place, tmp_path):
+    """In config.json, in the file, in the report; evaluate and predict average over them."""
+    line = f"bayesianize {DATA} --held-out test[:100] --budget 2000 --views shifts(1,False)"
+    said = command(line, place / "net.pt", tmp_path / "run").out
+    assert "on 100 held-out examples, views: shifts(1, False) (5)" in said
+    assert (
+        "On 100 held-out examples, views: shifts(1, False) (5)" in (tmp_path / "run" / "bayesianize.html").read_text()
+    )
+    assert strict_json((tmp_path / "run" / "config.json").read_text())["views"] == "shifts(1, False)"
+    run = RunFolder.open(tmp_path / "run")
+    assert network_of(run.model()).calibration["views"] == "shifts(1, False)"
+    command("evaluate --draws 10 --split test[100:140]", tmp_path / "run")
+    record = strict_json((tmp_path / "run" / "evaluation.json").read_text())
+    assert record["views"] == "shifts(1, False)"
+    dataset = run.dataset()
+    x, y = next(iter(dataset.batches(dataset.part("test[100:140]"), 40)))
+    found = [pb.predict(run.model(), x, 10, views=views).log_probs for views in (run.views(), None)]
+    nll, without = (-float(log_probs[torch.arange(40), y].mean()) for log_probs in found)
+    assert record["metrics"]["nll"]["value"] == pytest.approx(nll, abs=1e-4)
+    assert abs(nll - without) > 1e-3
+    pb.save_pretrained(run.model(), tmp_path / "folder")
+    assert (
+        "on the views shifts(1, False); predict with the same views" in (tmp_path / "folder" / "README.md").read_text()
+    )
+    assert strict_json((tmp_path / "folder" / "patch_config.json").read_text())["calibration"]["views"] == (
+        "shifts(1, False)"
+    )
+    config = tmp_path / "run" / "config.json"
+    config.write_text(config.read_text().replace('"views": "shifts(1, False)"', '"views": "shifts(0)"'))
+    assert "the name of views, such as shifts(1, True)" in command("evaluate", tmp_path / "run", code=1).err
+    for name in ("turned", "mirror(1)", "shifts(x)", "shifts(1", "crops(2)"):
+        assert (
+            "expected" in command(line.replace("shifts(1,False)", name), place / "net.pt", tmp_path / "no", code=1).err
+        )
 
 
 def test_a_base_that_moved_or_changed_is_named(place, tmp_path):

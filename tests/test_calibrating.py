@@ -371,7 +371,7 @@ def test_the_report_says_why_a_patch_file_is_larger_than_what_was_added(tmp_path
     added = report.patch.parameters_after - report.patch.parameters_before
     assert 0 < added < layers
     assert 4 * layers == report.patch_bytes < (tmp_path / "patch.safetensors").stat().st_size
-    expected = f"size    {added} parameters were added; the patch file holds them together with the patched layers' own weights"
+    expected = f"size    {added} parameters were added; the patch file takes {report.patch_bytes:,} bytes"
     assert f"{expected}: {report.patch_bytes} bytes" in str(report)
 
 
@@ -448,6 +448,9 @@ def test_every_keyword_changes_the_result() -> None:
     assert bayesianize_(method=pb.ECMP(3, jitter=0.1)) != usual
     assert bayesianize_(sites="output") != usual
     assert bayesianize_(predict_cost=3.0) != usual
+    limited = bayesianize_(patch_bytes=3000)
+    assert limited != usual
+    assert bayesianize_(patch_bytes=3000, small=None) != limited
     assert bayesianize_(draws=8) != usual
     assert bayesianize_(budget=8000) != usual
     assert bayesianize_(examples=200)[-1] == 200

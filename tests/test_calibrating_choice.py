@@ -1,6 +1,7 @@
 """What calibrate_ and bayesianize_ leave alone: ensembles, networks that need no draws, and the budget."""
 
 import copy
+import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,8 @@ from torch import nn
 import patchbayes as pb
 from calibrated_networks import batches, classifier, inputs, labels_from
 from patchbayes.bayesianizing.calibrate import Calibration
-from patchbayes.posteriors import Spread
+from patchbayes.posteriors import LowRank, Spread
+from patchbayes.posteriors.method import Method
 from patchbayes.views import mirror
 
 
@@ -70,7 +72,7 @@ def test_where_no_draws_are_chosen_no_patches_are_left(tmp_path: Path) -> None:
     assert report.patch_bytes == 0
     assert pb.patched_sites(net) == {}
     assert "tried, and taken off again: patched 1 site of" in str(report)
-    assert "no patches; the network's own" in str(report)
+    assert "no patches (those that were tried: 24 bytes); the network's own" in str(report)
     assert all(torch.equal(net.state_dict()[name], value) for name, value in given.state_dict().items())
     expected = torch.softmax(logits / report.temperature, -1)
     prediction = pb.predict(net, x)
@@ -120,18 +122,16 @@ BUDGETS: dict[str, tuple[Callable[[], nn.Sequential], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", BUDGETS)
-def test_the_budget_holds(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At a tenth of the default, with a tenth of the examples: as many inputs as said, and one scoring at the end."""
-    build, options = BUDGETS[kind]
-    net = build().eval()
-    counters = [module.rows for module in net if isinstance(module, Counting)]
-    x = torch.randn(150, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+def answered(net: nn.Module, number: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    x = torch.randn(number, 3, 8, 8, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        y = labels_from(torch.softmax(8 * net(x), -1))
-    scorings, lines = [0], list[tuple[str, float]]()
-    counters[0][0] = counters[1][0] = 0
-    scored = Calibration._averages
+        return [(x, labels_from(torch.softmax(8 * net(x), -1)))]
+
+
+def without_scorings(net: nn.Sequential, monkeypatch: pytest.MonkeyPatch) -> tuple[Callable[[], int], list[int]]:
+    """What goes through the network from now on, but for the last scores, and how often these are made."""
+    counters = [module.rows for module in net if isinstance(module, Counting)]
+    start, scorings, scored = max(rows[0] for rows in counters), [0], Calibration._averages
 
     def uncounted(self: Calibration, may_stop: bool) -> Any:
         before = [rows[0] for rows in counters]
@@ -142,10 +142,41 @@ def test_the_budget_holds(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
         return found
 
     monkeypatch.setattr(Calibration, "_averages", uncounted)
+    return lambda: max(rows[0] for rows in counters) - start, scorings
+
+
+@pytest.mark.parametrize("number", [97, 150, 211])
+def test_the_budget_holds_for_any_numbers(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of held-out examples that no batch divides, and of passes: down to budgets that have no room for a search."""
+    given = convolutions(4).eval()
+    data = answered(given, number + 150)
+    for budget in (200, 333, 777, 1009, 1500, 2024, 2503, 3001):
+        net = copy.deepcopy(given)
+        with monkeypatch.context() as patching:
+            counted, _ = without_scorings(net, patching)
+            report = pb.bayesianize_(net, data, budget=budget, examples=number)
+            assert counted() <= report.passes <= budget
+        net = copy.deepcopy(given)
+        pb.patch_(net, Spread(), "all")
+        with monkeypatch.context() as patching:
+            counted, scorings = without_scorings(net, patching)
+            report = pb.calibrate_(net, data, budget=budget, examples=number)
+            assert counted() <= report.passes <= budget
+            assert scorings[0] == 1
+            assert report.scoring_passes == 20 * report.num_held_out
+
+
+@pytest.mark.parametrize("kind", BUDGETS)
+def test_the_budget_holds(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a tenth of the default, with a tenth of the examples: as many inputs as said, and one scoring at the end."""
+    build, options = BUDGETS[kind]
+    net, lines = build().eval(), list[tuple[str, float]]()
+    data = answered(net, 150)
+    counted, scorings = without_scorings(net, monkeypatch)
     report = pb.bayesianize_(
-        net, [(x, y)], budget=4000, progress=lambda stage, left: lines.append((stage, left)), **options
+        net, data, budget=4000, progress=lambda stage, left: lines.append((stage, left)), **options
     )
-    assert max(rows[0] for rows in counters) <= report.passes <= 4000
+    assert counted() <= report.passes <= 4000
     assert scorings[0] == 1
     assert report.scoring_passes == options.get("draws", 20) * report.num_held_out
     assert {stage for stage, _ in lines} == {"spread", "scores"}
@@ -153,6 +184,24 @@ def test_the_budget_holds(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert lines[-1] == ("scores", 0.0)
     if kind == "a view for each of many draws":
         assert report.num_held_out == 33  # more would leave nothing for the search
+
+
+@pytest.mark.parametrize("method", [Spread(size=2.0), LowRank(2, 3, jitter=3.0)], ids=str)
+def test_a_spread_that_was_learned_stays_when_it_is_calibrated_again(method: Method) -> None:
+    """What the search then finds is hardly better: the network keeps its own spread to the last bit, and is scored once."""
+    planted, x = classifier(scale=3.0), inputs(1000)
+    pb.patch_(planted, dataclasses.replace(method, **{method.start_fields[0]: 0.6}), "all")
+    y = labels_from(pb.predict(planted, x, 200).probs)
+    net = classifier(scale=3.0)
+    pb.patch_(net, method, "all")
+    first = pb.calibrate_(net, batches(x, y))
+    assert first.chosen == "learned"
+    held = [p.detach().clone() for p in net.parameters()]
+    again = pb.calibrate_(net, batches(x, y))
+    assert again.chosen == "start"
+    assert first.scoring_passes == again.scoring_passes == 20 * 1000
+    assert all(torch.equal(a, b) for a, b in zip(held, net.parameters(), strict=True))
+    assert again.after.nll == pytest.approx(first.after.nll, abs=0.002)
 
 
 def test_a_network_without_patches_sees_all_its_views(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ averages over draws and views together, each draw with one view, every view with
 draws, averaged over the same views, is the rival to compare with: `predict(model, images, draws="mean", views=...)`.
 """
 
+import ast
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from .errors import PatchbayesError
 
-__all__ = ["Views", "as_views", "crops", "matching", "mirror", "shifts"]
+__all__ = ["Views", "as_views", "crops", "matching", "mirror", "named", "shifts"]
 
 
 class Views:
@@ -153,6 +155,20 @@ def crops(part: float = 0.9, mirrored: bool = True) -> Views:
     places = [(0.5, 0.5), (0.0, 0.0), (0.0, 1.0), (1.0, 0.0), (1.0, 1.0)]
     flips = (False, True) if mirrored else (False,)
     return Views([_Cropped(part, *place, flip) for place in places for flip in flips], f"crops({part}, {mirrored})")
+
+
+def named(name: str) -> Views:
+    """The ready views of a name, as `Views.name` has it: "mirror", "shifts(1, True)", "crops(0.9, False)"."""
+    known: dict[str, Callable[..., Views]] = {"mirror": lambda: mirror, "shifts": shifts, "crops": crops}
+    parts = re.fullmatch(r"(\w+)(?:\(([\w., ]+)\))?", name)
+    try:
+        if parts is None:
+            raise KeyError(name)
+        return known[parts[1]](*(ast.literal_eval(f"({parts[2]},)") if parts[2] else ()))
+    except (KeyError, TypeError, ValueError, SyntaxError):
+        raise PatchbayesError(
+            f"views {name!r}: expected mirror, shifts(PIXELS, MIRRORED) or crops(PART, MIRRORED), such as shifts(1, True)."
+        ) from None
 
 
 def matching(augmentation: str) -> Views:

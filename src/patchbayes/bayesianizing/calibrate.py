@@ -22,7 +22,7 @@ from ..views import Views, as_views
 from .held_out import HeldOut, Select, select_for, to_device
 from .progress import shown
 from .report import FEW, CalibrationReport, Scores
-from .restoring import contents, put_back, restored_on_error, with_record
+from .restoring import restored_on_error, with_record
 from .score import Average, best_temperature, check_scored, raised_temperature, scores
 from .spread import Learned, SpreadSearch, is_member, relative_spread, rigid_sites, scalable_sites
 from .tries import Tried, Tries
@@ -61,9 +61,10 @@ def calibrate_(
        (`SpreadSearch`), with the temperature that softens each draw before the average (`Likelihood.draw_temperature`).
     3. The averaged prediction gets its own temperature, shrunk towards 1 where examples are few: spread and softened draws
        can only make a network more cautious.
-    4. Where the result is no better than temperature scaling (on examples that were kept away from learning by half a standard
-       error, by up to two where they are few, and on all of them by more than fitting a few numbers gives for nothing), the
-       spread that the network had is tried; where that is no better either, spread becomes 0 and the report says so.
+    4. Where the search found a spread that is ahead of the one that the network had by no more than fitting two numbers gives
+       for nothing, the network keeps its own. Where the result is no better than temperature scaling (on examples that were
+       kept away from learning by half a standard error, by up to two where they are few, and on all of them by more than
+       fitting a few numbers gives for nothing), spread becomes 0 and the report says so.
     5. With a `tolerance`, the temperatures are then raised as far as that allows.
 
     A network without patches gets its temperature alone: `predict`, `save` and `load_` then know it as a network without sites.
@@ -135,7 +136,8 @@ class Calibration:
 
     def look(self, share: float) -> float:
         """The least NLL of a first look that takes this share of the budget; after Ctrl-C the best until then."""
-        search = self._search(self._scale_mean(), share * self.budget)
+        temperature = self._scale_mean()
+        search = self._search(temperature, min(share * self.budget, self.budget - self.passes))
         try:
             search.look()
         except KeyboardInterrupt:
@@ -160,31 +162,30 @@ class Calibration:
     def run(
         self, spread: Literal["learn", "keep"], tolerance: float = 0.0, try_start: bool = True
     ) -> CalibrationReport:
-        """try_start: where the learned spread is no better than none, score that which the network had, too."""
+        """try_start: where the learned spread is hardly better than that which the network had, judge that one."""
         likelihood, number = self.likelihood, len(self.held_out)
         mean_temperature = self._scale_mean()
         before, scaled = (Scores.of(self.plain, self.targets, t) for t in (1.0, mean_temperature))
-        sites, start = scalable_sites(self.network), contents(self.network)
+        sites = scalable_sites(self.network)
         result = Result("none", dict.fromkeys(sites, 0.0), mean_temperature, scaled)
         members = any(map(is_member, self.network.sites))
         searched = bool(self.network.sites) and not members
+        learning = spread == "learn" and bool(sites)
         search = self._search(mean_temperature, self.budget - self.passes) if searched else None
-        found = None if search is None else search.run(self.stopped) if spread == "learn" and sites else search.start()
+        found = None if search is None else search.run(self.stopped) if learning else search.start()
         if members:
             result = self._judged("start", Learned({}, 1.0, 0.0))
-        elif found is not None:
+        elif search is not None and found is not None:
             self.passes += found.passes
             self._lap("spread")
-            result = self._judged("learned" if spread == "learn" and sites else "start", found)
+            learned = learning and (found.ahead_of_start or not try_start)
+            result = self._judged("learned", found) if learned else self._judged("start", search.start())
         rigid = bool(rigid_sites(self.network))
-        if search is not None and result.kind == "learned" and not result.worth and not result.interrupted:
-            put_back(start)
-            learned, drawn = result, self._judged("start", search.start()) if try_start or rigid else result
-            result = drawn
-            if not drawn.worth and not drawn.interrupted:  # what was tried first is what the report speaks of
-                result = Result("none", {}, mean_temperature, scaled, learned.gain, learned.gain_error)
-                if rigid:  # draws go on to differ, and keep the temperatures that fit them
-                    result.temperature, result.draw_temperature = drawn.temperature, drawn.draw_temperature
+        if found is not None and learning and not result.worth and not result.interrupted:
+            drawn, result = result, Result("none", {}, mean_temperature, scaled, result.gain, result.gain_error)
+            if rigid:  # draws go on to differ, and keep the spread and the temperatures that fit them
+                result.temperature, result.draw_temperature = drawn.temperature, drawn.draw_temperature
+                result.factors = drawn.factors
         if result.kind == "none" and not rigid:
             result.factors = dict.fromkeys(sites, 0.0)
             self._scale(result.factors)
@@ -230,9 +231,10 @@ class Calibration:
         own = found.tried if found else []
         return [one for one in self.looked if one.layers != self.layers] + own
 
-    def _measured(self, before: Scores, scaled: Scores, after: Scores) -> dict[str, float]:
-        """What the network and its files keep of the scores."""
-        found = {"held_out": len(self.held_out), "draws": self.draws}
+    def _measured(self, before: Scores, scaled: Scores, after: Scores) -> dict[str, Any]:
+        """What the network and its files keep of the scores, and of the views that they hold for."""
+        found: dict[str, Any] = {"held_out": len(self.held_out), "draws": self.draws}
+        found |= {} if self.views is None else {"views": self.views.name[:100]}
         rows = {"before": before, "scaled": scaled, "after": after}
         names = ("nll", "ece", "accuracy")
         cells = {f"{row}_{name}": getattr(scores, name) for row, scores in rows.items() for name in names}
@@ -248,7 +250,8 @@ class Calibration:
         averages = self._averages(may_stop=kind == "learned")
         softened = found.draw_temperature
         if averages is None:
-            nll, temperature = min(one.nll for one in found.tried), math.exp(found.log_temperature)
+            nll = min((one.nll for one in found.tried), default=math.nan)
+            temperature = math.exp(found.log_temperature)
             return Result(kind, factors, temperature, Scores(nll), draw_temperature=softened, interrupted=True)
         self.averages = averages
         temperature = best_temperature(averages, self.targets)
@@ -376,8 +379,7 @@ class Result:
 
 def affordable_examples(examples: int, budget: int, views: Any, draws: int) -> int:
     """So many, or fewer where a pass of the mean network over all their views would take more than half of the budget."""
-    seen = 1 if views is None else len(as_views(views, draws))
-    return examples if seen == 1 else max(1, min(examples, budget // (2 * seen)))
+    return max(1, min(examples, budget // (2 * (1 if views is None else len(as_views(views, draws))))))
 
 
 def check_numbers(draws: int, budget: int, examples: int, tolerance: float) -> None:

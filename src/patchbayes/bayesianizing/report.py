@@ -161,12 +161,14 @@ class BayesianizeReport:
     """What `bayesianize_` patched, and what `calibrate_` made of it.
 
     patch         the layers that were chosen.
-    patch_bytes   of the patches that the network has now; 0 where no draws were chosen and none are left.
+    patch_bytes   what a file holds of the patches that the network has now; 0 where no draws were chosen and none are left.
+    tried_bytes   the same of the patches that were tried.
     """
 
     patch: PatchReport
     calibration: CalibrationReport
     patch_bytes: int
+    tried_bytes: int
     model_bytes: int
     call: str = field(default="")
 
@@ -178,13 +180,14 @@ class BayesianizeReport:
 
     @property
     def size(self) -> str:
-        """One sentence: what was added, and what the patch file takes, which is more than that."""
+        """One sentence: what was added, and what the patch file takes."""
         if not self.patch_bytes:
-            return f"no patches; the network's own {self.model_bytes:,} bytes, and a temperature"
+            tried = f"no patches (those that were tried: {self.tried_bytes:,} bytes)"
+            return f"{tried}; the network's own {self.model_bytes:,} bytes, and a temperature"
         added, share = self.patch.parameters_after - self.patch.parameters_before, self.patch_bytes / self.model_bytes
         return (
-            f"{added:,} parameters were added; the patch file holds them together with the patched layers' own weights: "
-            f"{self.patch_bytes:,} bytes, {100 * share:.1f} % of the network's {self.model_bytes:,}"
+            f"{added:,} parameters were added; the patch file takes {self.patch_bytes:,} bytes, {100 * share:.1f} % of the "
+            f"network's {self.model_bytes:,}"
         )
 
     def __str__(self) -> str:

@@ -20,7 +20,7 @@ from ..runs.folder import RunFolder
 from ..runs.network import method_label
 from ..runs.ordinary_checkpoint import load_ordinary_, sha256_of
 from ..runs.writing import writing
-from ..views import matching
+from ..views import matching, named
 from .calibrate import calibrate_
 from .recipe import bayesianize_
 from .report import BayesianizeReport, CalibrationReport
@@ -38,6 +38,7 @@ def bayesianize_checkpoint(
     seed: int = 0,
     command: str | None = None,
     resume: bool = False,
+    views: str | None = None,
     page: Callable[[BayesianizeReport], str] | None = None,
     **options: Any,
 ) -> tuple[RunFolder, BayesianizeReport]:
@@ -47,10 +48,12 @@ def bayesianize_checkpoint(
     held_out      a part of the data that the checkpoint was not trained on, such as "test[:5000]".
     resume        go on with what the same call tried before it was killed: it lies beside the folder, in a file that goes when
                   all is done.
+    views         the name of ready views (`views.named`), which the run is then evaluated and asked with.
     page          makes the text of bayesianize.html.
     options       as in `bayesianize_`. Whether the folder can be written is tried at the start; it is there when all is
                   done, and whole.
     """
+    seen = None if views is None else named(views)
     if batch_size < 1:
         raise PatchbayesError(f"bayesianize: batch_size={batch_size}; expected at least 1.")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -78,7 +81,9 @@ def bayesianize_checkpoint(
     kept = dataset.part(held_out)
     network = build_net(model, dataset.num_outputs, dataset.input_shape, trust_code=True)
     load_ordinary_(network, checkpoint)
-    report = bayesianize_(network, PartBatches(dataset, kept, batch_size), seed=seed, keep_tries=tried, **options)
+    report = bayesianize_(
+        network, PartBatches(dataset, kept, batch_size), seed=seed, keep_tries=tried, views=seen, **options
+    )
     load = f'patchbayes.load_(network, "{folder / "patch.safetensors"}")'
     report = dataclasses.replace(report, call=f"{load}  # network: {model} with the weights of {checkpoint}")
     description = {
@@ -94,6 +99,7 @@ def bayesianize_checkpoint(
         "report": str(report),
         "spread": report.calibration.spread,
         "temperature": report.calibration.temperature,
+        "views": None if seen is None else seen.name,
         "seconds": report.calibration.seconds,
         **provenance(),
     }

@@ -34,6 +34,7 @@ _FIRST_SHARE = 0.25  # of the budget, for three places of the first look
 #: The deviation of the slope from its start that is expected; few examples do not move it.
 _SLOPE_PRIOR = 0.7
 _SLOPING = 4  # sites at least, for a slope
+_FITTED = 2  # numbers that the search fits: nats by which the examples speak for them for nothing
 #: Temperatures of the draws that are tried, as multiples of that of the mean network; and 1.
 _DRAW_TEMPERATURES = (0.7, 1.0, 1.4, 2.0, 2.8)
 _VALUES = 2**22  # numbers that temperatures are fitted to: a few dense predictions have as many labels as are needed
@@ -57,7 +58,11 @@ class ScaledFrame(Frame):
 
 @dataclass
 class Learned:
-    """What the search found: the logarithm of a factor for each scalable site, the temperatures beside it, and its way."""
+    """What the search found: the logarithm of a factor for each scalable site, the temperatures beside it, and its way.
+
+    ahead_of_start   whether its NLL is below that of the spread that the network had by more than two fitted numbers give for
+                     nothing.
+    """
 
     log_factors: dict[Site, float]
     draw_temperature: float
@@ -65,6 +70,7 @@ class Learned:
     tried: list[Tried] = field(default_factory=list)
     passes: int = 0
     interrupted: bool = False
+    ahead_of_start: bool = True
 
 
 def scalable_sites(network: PatchedNetwork) -> list[Site]:
@@ -124,41 +130,54 @@ class SpreadSearch:
         several = likelihood.offers in ("ClassPrediction", "LabelPrediction") and draws > 1
         self.draw_temperatures = [1.0, *(t * temperature for t in _DRAW_TEMPERATURES)] if several else [1.0]
         self._prefix: FixedPrefix | None = None
-        self._looked = False
         self.sites = scalable_sites(network)
         number = len(self.sites)
         self.depths = {site: i / (number - 1) - 0.5 if number > 1 else 0.0 for i, site in enumerate(self.sites)}
         made = Draws.stratified(model, draws)  # those that `predict` makes
         self.pool = [made.network_draw(which, network.device) for which in range(draws)]
         self.tried, self.tries = list(tried), tries
-        self.passes, self.started = 0, time.perf_counter()
+        self._ahead = 0.0  # of the spread that the network has, in nats of all examples
+        self._looking = view is None and draws > 1  # for what lies before the first site: paid here
+        looking = _PREFIX_PASSES if self._looking else 0
+        self._may_try = looking + draws <= budget
+        self.passes, self.started = looking if self._may_try else 0, time.perf_counter()
 
     def look(self) -> Tried:
         """The best of a first look that takes the whole budget."""
-        return self._first_look(self._affordable(self.budget / _LOOKS))
+        return self._first_look(self._affordable(self.budget / _LOOKS)) if self._may_try else self._untried
 
     def run(self, stopped: bool = False) -> Learned:
         """The search; after Ctrl-C the best until then. stopped: it has come already, and something was tried before it."""
         if stopped:
             return self._found(min(self.tried, key=lambda one: one.nll), True)
+        if not (self.tried or self._may_try):
+            return self._found(self._untried, False)
         interrupted = False
         try:
             if self.tried:
                 best = min(self.tried, key=lambda one: one.nll)
             else:
                 best = self._first_look(self._affordable(_FIRST_SHARE * self.budget / 3))
+            self._ahead = best.examples * (self.tried[0].nll - best.nll)
             best = self._around(best, self._affordable((self.budget - self.passes) / (5 if self._sloping else 3)))
         except KeyboardInterrupt:
             if not self.tried:
                 raise
             interrupted = True
             best = min(self.tried, key=lambda one: one.nll)
+            self._ahead = best.examples * (self.tried[0].nll - best.nll)
         return self._found(best, interrupted)
 
     def start(self) -> Learned:
         """The temperatures that fit the spread that the network has."""
-        known = self.tried[0] if self.tried else self._try(0.0, 0.0, self._affordable(self.budget / 2))
-        return self._found(known, False)
+        if self.tried or not self._may_try:
+            return self._found(self.tried[0] if self.tried else self._untried, False)
+        return self._found(self._try(0.0, 0.0, self._affordable(self.budget / 2)), False)
+
+    @property
+    def _untried(self) -> Tried:
+        """The spread that the network has, where the budget has no room to try any."""
+        return Tried(0.0, 0.0, math.inf, 1.0, 0.0, 0, self.layers)
 
     @property
     def _sloping(self) -> bool:
@@ -166,7 +185,10 @@ class SpreadSearch:
 
     def _found(self, best: Tried, interrupted: bool) -> Learned:
         factors = {site: best.level + best.slope * depth for site, depth in self.depths.items()}
-        return Learned(factors, best.draw_temperature, best.log_temperature, self.tried, self.passes, interrupted)
+        ahead = self._ahead > _FITTED
+        return Learned(
+            factors, best.draw_temperature, best.log_temperature, self.tried, self.passes, interrupted, ahead
+        )
 
     def _first_look(self, examples: int) -> Tried:
         best = self._try(0.0, 0.0, examples)
@@ -190,12 +212,15 @@ class SpreadSearch:
             return center
         center = self._try(center.level, center.slope, examples)
         sides = [self._try(center.level + sign * _FINE, center.slope, examples) for sign in (-1, 1)]
-        level = center.level + _FINE * _vertex(sides[0].nll, center.nll, sides[1].nll)
-        slope = center.slope
+        place, ahead = _vertex(sides[0].nll, center.nll, sides[1].nll)
+        level, slope = center.level + _FINE * place, center.slope
+        self._ahead += examples * ahead
         if self._sloping and self.passes + 2 * self.draws * examples <= self.budget:
             sides = [self._try(center.level, slope + sign * _SLOPE, examples) for sign in (-1, 1)]
             unlikely = 0.5 * (_SLOPE / _SLOPE_PRIOR) ** 2 / examples
-            slope += _SLOPE * _vertex(sides[0].nll + unlikely, center.nll, sides[1].nll + unlikely)
+            place, ahead = _vertex(sides[0].nll + unlikely, center.nll, sides[1].nll + unlikely)
+            slope += _SLOPE * place
+            self._ahead += examples * ahead
         return dataclasses.replace(center, level=level, slope=slope)
 
     def _affordable(self, passes: float) -> int:
@@ -260,13 +285,10 @@ class SpreadSearch:
 
     def _prefix_kept(self, inputs: Any) -> contextlib.AbstractContextManager[None]:
         """In the block, what lies before the first site is not run again for every draw of these inputs."""
-        if self.view is not None or not isinstance(inputs, Tensor) or self.draws < 2:
-            return contextlib.nullcontext()
-        if not self._looked:
-            self._looked = True
+        if self._looking and isinstance(inputs, Tensor):
+            self._looking = False
             with sites_alone_learn(self.network, self.model):
                 self._prefix = find_prefix(self.model, inputs[:2])
-            self.passes += _PREFIX_PASSES
         return contextlib.nullcontext() if self._prefix is None else self._prefix.serving(self._prefix.values(inputs))
 
     def _tell(self, more: int = 0) -> None:
@@ -275,12 +297,15 @@ class SpreadSearch:
             self.progress("spread", (time.perf_counter() - self.started) * (1 - done) / done)
 
 
-def _vertex(left: float, middle: float, right: float) -> float:
-    """Where a parabola through (-1, left), (0, middle), (1, right) is least, at most 3/2 away; else the least of the three."""
-    curvature = left + right - 2 * middle
+def _vertex(left: float, middle: float, right: float) -> tuple[float, float]:
+    """Where a parabola through (-1, left), (0, middle), (1, right) is least, at most 3/2 away, else the least of the three; and
+    how far it lies below the middle there."""
+    curvature, slope = left + right - 2 * middle, 0.5 * (right - left)
     if not (math.isfinite(curvature) and curvature > 0):
-        return min((middle, 0.0), (left, -1.0), (right, 1.0))[1]
-    return max(-1.5, min(1.5, 0.5 * (left - right) / curvature))
+        least, place = min((middle, 0.0), (left, -1.0), (right, 1.0))
+        return place, middle - least
+    place = max(-1.5, min(1.5, -slope / curvature))
+    return place, -(slope * place + 0.5 * curvature * place**2)
 
 
 def slope_(network: PatchedNetwork, slope: float = -1.0) -> None:

@@ -38,6 +38,12 @@ def bayesianize(
         float | None,
         typer.Option(help="What all draws may cost, in passes of the network: the last layers are then patched."),
     ] = None,
+    views: Annotated[
+        str | None,
+        typer.Option(
+            help="Each draw sees a view of the image, in evaluate and predict too: mirror, 'shifts(1, True)', 'crops(0.9)'."
+        ),
+    ] = None,
     draws: Annotated[int, typer.Option(min=1, help="Draws that predictions will take.")] = 20,
     budget: Annotated[int, typer.Option(min=1, help="Inputs through the network for learning.")] = 40_000,
     batch_size: Annotated[int, typer.Option(min=1, help="Examples read at a time.")] = 128,
@@ -78,6 +84,7 @@ def bayesianize(
         seed=seed,
         command=shlex.join(["patchbayes", *sys.argv[1:]]),
         resume=resume,
+        views=views,
         page=bayesianize_page,
         **options,
     )

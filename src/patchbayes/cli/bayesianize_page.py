@@ -10,7 +10,7 @@ from ..bayesianizing.tries import Tried
 from .reliability import reliability_picture
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 560, 190, 64, 44, 14
-_COLORS = ("#2f6f9f", "#c2410c")
+_COLORS = {"blue": "#2f6f9f", "orange": "#c2410c", "green": "#15803d"}
 
 
 def bayesianize_page(report: BayesianizeReport) -> str:
@@ -68,7 +68,8 @@ def _scores(rows: dict[str, Scores], found: CalibrationReport) -> str:
         values = "".join(f"<td>{cell}</td>" for cell in [*cells, passes[title]])
         lines.append(f'<tr><th scope="row">{title}</th>{values}</tr>')
     head = "".join(f'<th scope="col">{name}</th>' for name in ("", "NLL", "ECE", "accuracy", "draws"))
-    return _table(f"On {found.num_held_out} held-out examples", head, lines)
+    seen = f", views: {found.views}" if found.views else ""
+    return _table(f"On {found.num_held_out} held-out examples{seen}", head, lines)
 
 
 def _temperatures(found: CalibrationReport) -> str:
@@ -100,14 +101,14 @@ def _table(caption: str, head: str, lines: list[str]) -> str:
 def _way(tried: Sequence[Tried]) -> str:
     shown = [one for one in tried if math.isfinite(one.nll)]
     low, high = (f((one.nll for one in shown), default=0.0) for f in (min, max))
-    kinds = list(dict.fromkeys(one.layers for one in shown))
+    kinds = dict(zip(dict.fromkeys(one.layers for one in shown), _COLORS, strict=False))  # at most three sets of layers
     step, tall = (_WIDTH - _LEFT - 20) / max(len(shown) - 1, 1), _HEIGHT - _TOP - _BOTTOM
     ink = 'fill="#6b7280"'
     points = []
     for number, one in enumerate(shown):
         x, y = _LEFT + number * step, _TOP + tall * ((high - one.nll) / (high - low) if high > low else 0.5)
         title = f"level x{math.exp(one.level):.3g}, slope {one.slope:+.1f}: NLL {one.nll:.4f}"
-        color = _COLORS[kinds.index(one.layers) % len(_COLORS)]
+        color = _COLORS[kinds[one.layers]]
         points.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{color}"><title>{title}</title></circle>')
         points.append(
             f'<text x="{x:.1f}" y="{_HEIGHT - 26}" {ink} font-size="10" text-anchor="middle">{one.examples}</text>'
@@ -115,7 +116,7 @@ def _way(tried: Sequence[Tried]) -> str:
     for value, y in ((high, _TOP), (low, _TOP + tall)):
         points.append(f'<line x1="{_LEFT - 8}" x2="{_WIDTH}" y1="{y}" y2="{y}" stroke="#d1d5db"/>')
         points.append(f'<text x="{_LEFT - 12}" y="{y + 4}" {ink} text-anchor="end">{value:.3f}</text>')
-    legend = ", ".join(f"{('blue', 'orange')[i % 2]}: {kind}" for i, kind in enumerate(kinds) if kind)
+    legend = ", ".join(f"{color}: {kind}" for kind, color in kinds.items() if kind)
     points.append(
         f'<text x="{_LEFT}" y="{_HEIGHT - 6}" {ink} font-size="11">examples{"; " + legend if legend else ""}</text>'
     )
@@ -129,7 +130,8 @@ def _way(tried: Sequence[Tried]) -> str:
 def _facts(report: BayesianizeReport) -> str:
     found = report.calibration
     seconds = ", ".join(f"{name} {value:.0f} s" for name, value in found.seconds.items())
+    notes = "".join(f"<p>{escape(note)}.</p>\n" for note in report.patch.notes)
     return (
-        f"<p>{found.passes:,} inputs through the network to choose, {found.scoring_passes:,} for the last scores; {seconds}. "
-        f"Size: {report.size}.</p>\n<p>To load it elsewhere:</p>\n<pre><code>{escape(report.call)}</code></pre>"
+        f"{notes}<p>{found.passes:,} inputs through the network to choose, {found.scoring_passes:,} for the last scores; "
+        f"{seconds}. Size: {report.size}.</p>\n<p>To load it elsewhere:</p>\n<pre><code>{escape(report.call)}</code></pre>"
     )

@@ -22,20 +22,24 @@ from .patch import is_patched, patch_, untouched_on_error
 from .patch_file import CONFIG_FILE, FORMAT, LIKELIHOOD_KEY, PATCH_FILE, PatchFile, Shapes, likelihood_of, method_of
 from .roots import GENERATOR_KEY, install_root_
 from .selection import layers_of
-from .shared_tensors import fingerprints, other_tensors
+from .shared_tensors import digest_of, fingerprints, other_tensors
 
 
 def save(model: nn.Module, path: str | Path, *, whole: bool = False) -> None:
     """Write a patched network: by default only what patching changed, with `whole=True` all of it.
 
     A patch-only file holds the sites' posteriors, their layers' own tensors (running statistics), the generator and the
-    prior, and a hash of every shared tensor, so that it is only ever put on the network it was trained on. Every tensor
-    has a digest (`verify`). Written atomically.
+    prior, and a hash of every shared tensor, so that it is only ever put on the network it was trained on. Tensors of the
+    sites that `bayesianize_` left as they were count as shared. Every tensor has a digest (`verify`). Written atomically.
     """
+    write_file(model, path, patch_tensors(model), whole=whole)
+
+
+def write_file(model: nn.Module, path: str | Path, mine: Mapping[str, Tensor], *, whole: bool = False) -> None:
+    """The file of `save`, whose patch are the tensors `mine`; all others are shared."""
     root, network = root_of(model)
     state = {key: value.detach() for key, value in root.state_dict().items()}
     aliases = alias_names(root)
-    mine = _patch_keys(network, state, aliases)
     shared = {key: value for key, value in state.items() if key not in mine and key not in aliases}
     kept = {k: v for k, v in (state if whole else {key: state[key] for key in mine}).items() if k not in aliases}
     description = {**describe(model), "kind": "whole" if whole else "patch", **fingerprints(shared)}
@@ -45,6 +49,25 @@ def save(model: nn.Module, path: str | Path, *, whole: bool = False) -> None:
     tensors |= {f"{LIKELIHOOD_KEY}.{k}": v.detach().cpu().clone() for k, v in network.likelihood.state_dict().items()}
     with replacing(Path(path)) as temporary:
         safetensors.torch.save_file(tensors, temporary, metadata=sealed(description, tensors))
+
+
+def site_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """All tensors of the sites, by their names in the state dict, and the generator."""
+    root, network = root_of(model)
+    state = root.state_dict()
+    return {key: state[key] for key in _patch_keys(network, state, alias_names(root))}
+
+
+def patch_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """What a patch-only file holds: tensors of the sites but for those that are still the ordinary network's own."""
+    given = root_of(model)[1].given
+    return {key: value for key, value in site_tensors(model).items() if given.get(key) != digest_of(value)}
+
+
+def remember_given_(model: nn.Module) -> None:
+    """Take what the sites' layers hold now beside their posteriors for the ordinary network's own: files leave it out."""
+    own = {key: value for key, value in site_tensors(model).items() if not is_patch_key(key)}
+    root_of(model)[1].given = {key: digest_of(value) for key, value in own.items()}
 
 
 def describe(model: nn.Module) -> dict[str, Any]:
@@ -100,6 +123,7 @@ def load_(model: nn.Module, path: str | Path, *, check_shared: bool = True) -> N
         prior = prior_from_config(file.description["prior"], prior_tensors, root)
         root.load_state_dict(tensors, strict=False)
         network.prior, network.calibration = prior, file.description.get("calibration")
+        network.given = {key: digest_of(value) for key, value in _left_out(root, file).items()}
         if likelihood is not None:
             network.likelihood = likelihood.to(network.device)
 
@@ -272,7 +296,7 @@ def _compare_tensors(
     assert file.description is not None
     state = root.state_dict()
     aliases = alias_names(root)
-    mine = _patch_keys(network, state, aliases)
+    mine = _patch_keys(network, state, aliases) - _left_out(root, file).keys()
     whole = file.description["kind"] == "whole"
     expected = {key for key in (state if whole else mine) if key not in aliases}
     problems = [f"missing in the file: {key}" for key in sorted(expected - tensors.keys())]
@@ -301,6 +325,15 @@ def _patch_keys(network: PatchedNetwork, state: Mapping[str, Tensor], aliases: M
         own = {*site.posterior.names, *site.module._parameters, *site.module._buffers}
         keys |= {prefix + name for name in own} | {f"{prefix}{CHILD}.{key}" for key in site.posterior.state_dict()}
     return {aliases.get(key, key) for key in keys if key in state}
+
+
+def _left_out(root: nn.Module, file: PatchFile) -> dict[str, Tensor]:
+    """The sites' own tensors that a patch-only file counts among the shared ones."""
+    assert file.description is not None
+    if file.description["kind"] == "whole":
+        return {}
+    shared = file.description["shared"]
+    return {key: value for key, value in site_tensors(root).items() if key in shared and not is_patch_key(key)}
 
 
 def _listing(what: str, problems: list[str]) -> str:

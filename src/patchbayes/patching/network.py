@@ -134,7 +134,8 @@ class PatchedNetwork:
         self.generator = torch.tensor([seed, 0], dtype=torch.int64)
         self.prior = prior
         self.likelihood = likelihood
-        self.calibration: dict[str, float] | None = None  # what was measured on held-out data when it was calibrated
+        self.calibration: dict[str, Any] | None = None  # what was measured on held-out data when it was calibrated
+        self.given: dict[str, str] = {}  # digests of the sites' own tensors that files leave to the ordinary network
         self.eval: Eval = "mean"
         self.share: float | None = None  # of the calls in training that draw; None: all of them (`warm_up_`)
         self._turn = 0.0

@@ -97,11 +97,14 @@ class PatchFile:
 
 
 def _is_measured(calibration: Any) -> bool:
-    """Whether a calibration is none, or numbers by name."""
+    """Whether a calibration is none, or numbers by name, and the name of the views."""
     if calibration is None:
         return True
-    numbers = isinstance(calibration, dict) and all(isinstance(v, int | float) for v in calibration.values())
-    return numbers and len(calibration) <= 100
+    if not isinstance(calibration, dict) or len(calibration) > 100:
+        return False
+    numbers = all(isinstance(value, int | float) for name, value in calibration.items() if name != "views")
+    views = calibration.get("views", "")
+    return numbers and isinstance(views, str) and len(views) <= 100
 
 
 def method_of(site: dict[str, Any], path: Path) -> Any:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ..digests import digests_alone
 from ..errors import CheckpointMismatch, PatchbayesError
 from ..files import replacing, write_atomically
-from .checkpoint import describe, load_, load_ordinary_, save
+from .checkpoint import describe, load_, load_ordinary_, site_tensors, write_file
 from .network import own_network, root_of
 from .ordinary_state import is_patch_key, ordinary_state
 from .patch import is_patched, unpatch_
@@ -188,7 +188,8 @@ def _mean_copy(root: nn.Module) -> nn.Module:
 
 
 def _write_patch(root: nn.Module, folder: Path) -> None:
-    save(root, folder / PATCH_FILE)
+    # the folder's weights are means, which may differ from the layers' own by rounding: none of these is left out
+    write_file(root, folder / PATCH_FILE, site_tensors(root))
     description = describe(root)
     write_atomically(folder / CONFIG_FILE, (json.dumps(description, indent=1) + "\n").encode())
     _write_card(folder / CARD_FILE, description)
@@ -232,7 +233,7 @@ def card(description: Mapping[str, Any]) -> str:
         )
     lines += [
         f"Measured on {measured['held_out']:,.0f} held-out examples, which also chose spread and temperature "
-        f"(averages of {measured['draws']:.0f} draws):",
+        f"(averages of {measured['draws']:.0f} draws{_on_views(measured)}):",
         "",
         "| network | NLL | ECE | accuracy |",
         "|---|---|---|---|",
@@ -244,6 +245,10 @@ def card(description: Mapping[str, Any]) -> str:
         ]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _on_views(measured: Mapping[str, Any]) -> str:
+    return f" on the views {measured['views']}; predict with the same views" if "views" in measured else ""
 
 
 def _patch_state(root: nn.Module) -> dict[str, Tensor]:

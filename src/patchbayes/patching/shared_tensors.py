@@ -20,7 +20,7 @@ def fingerprints(shared: Mapping[str, Tensor]) -> dict[str, Any]:
     """What a file says of the shared tensors: their digests, and sketches of those in floating point."""
     floating = {key: value for key, value in shared.items() if value.is_floating_point()}
     return {
-        "shared": {key: _digest(value) for key, value in shared.items()},
+        "shared": {key: digest_of(value) for key, value in shared.items()},
         "sketches": {key: [str(value.dtype), *_sketch(value)] for key, value in floating.items()},
     }
 
@@ -37,7 +37,7 @@ def other_tensors(shared: Mapping[str, Tensor], description: Mapping[str, Any]) 
 
 
 def _is_same(tensor: Tensor, digest: Any, sketch: Any) -> bool:
-    if digest == _digest(tensor):
+    if digest == digest_of(tensor):
         return True
     if not (isinstance(sketch, list) and len(sketch) == _SUMS + 2 and tensor.is_floating_point()):
         return False
@@ -51,7 +51,8 @@ def _is_same(tensor: Tensor, digest: Any, sketch: Any) -> bool:
     return all(abs(a - float(b)) <= allowed for a, b in zip([own_norm, *own_sums], [norm, *sums], strict=True))
 
 
-def _digest(tensor: Tensor) -> str:
+def digest_of(tensor: Tensor) -> str:
+    """Of a tensor's bytes, dtype and shape."""
     content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     header = f"{tensor.dtype}{tuple(tensor.shape)}".encode()
     return hashlib.sha256(header + content.tobytes()).hexdigest()[:16]

@@ -102,8 +102,11 @@ class LowRankPosterior(Posterior):
 
     @torch.no_grad()
     def scale_spread_(self, factor: float) -> None:
-        """W takes what the average of the products loses, so that the mean stays."""
-        self._weight.add_((1 - factor) * self._average())
+        """W takes what the average of the products loses, so that the mean stays; at the start that is rounding alone, and W
+        is left as it is."""
+        lost, weight = (1 - factor) * self._average(), self._weight
+        if bool(lost.abs().max() > torch.finfo(weight.dtype).eps * weight.abs().max()):
+            weight.add_(lost)
         self._sides[0].mul_(factor)
 
     def expected_squares(self) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from ..nets.named import build_net
 from ..patching.checkpoint import load_
 from ..patching.network import network_of
 from ..patching.patch import is_patched
-from ..views import Views, matching
+from ..views import Views, matching, named
 from .config import MOST_THREADS, TrainingConfig
 from .data_record import check_record, dataset_of
 from .entry import Entry
@@ -141,7 +141,10 @@ class RunFolder:
 
     def views(self, which: Which = "best") -> Views | None:
         """The views that the network was calibrated with, and predicts with; None for none."""
-        if self.kind != "train" or which != "best" or not self.is_calibrated:
+        if self.kind == "bayesianize":
+            known = self.config.get("views")
+            return None if known is None else named(known)
+        if which != "best" or not self.is_calibrated:
             return None
         if read_json(self.path / "calibration.json").get("views") is None:
             return None
@@ -252,6 +255,11 @@ def _check(config: Entry) -> None:
         config["seed"].integer()
     if config["output_precision"].present:
         config["output_precision"].number()
+    if config["views"].value is not None:
+        try:
+            named(config["views"].text())
+        except PatchbayesError:
+            config["views"].fail("the name of views, such as shifts(1, True)")
     if config["kind"].value == "bayesianize":
         config["base"]["path"].text()
         config["base"]["sha256"].text()
