@@ -362,17 +362,17 @@ def test_the_report_says_when_examples_are_few(number: int, said: bool) -> None:
     assert ", 1 draw," in str(pb.predict(net, x, 1))
 
 
-def test_the_report_says_why_a_patch_file_is_larger_than_what_was_added(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    """A few sizes are added, and the file holds the layers that they belong to."""
+def test_the_report_says_what_was_added_and_what_the_patch_file_takes(tmp_path) -> None:  # type: ignore[no-untyped-def]
     net, x, y = linear_model(600, 0.9)
     report = pb.bayesianize_(net, batches(x, y), likelihood=Gaussian(precision=4.0), budget=20_000)
     pb.save(net, tmp_path / "patch.safetensors")
     layers = sum(p.numel() for site in pb.patched_sites(net).values() for p in site.module.parameters())
     added = report.patch.parameters_after - report.patch.parameters_before
     assert 0 < added < layers
-    assert 4 * layers == report.patch_bytes < (tmp_path / "patch.safetensors").stat().st_size
-    expected = f"size    {added} parameters were added; the patch file takes {report.patch_bytes:,} bytes"
-    assert f"{expected}: {report.patch_bytes} bytes" in str(report)
+    assert 4 * added <= report.patch_bytes < 4 * layers
+    assert report.patch_bytes < (tmp_path / "patch.safetensors").stat().st_size
+    expected = f"size    {added} parameters were added; the patch file takes {report.patch_bytes} bytes"
+    assert expected in str(report)
 
 
 def looker(seed: int = 0) -> nn.Sequential:
