@@ -132,7 +132,8 @@ def _facts(report: BayesianizeReport) -> str:
     seconds = ", ".join(f"{name} {value:.0f} s" for name, value in found.seconds.items())
     notes = "".join(f"<p>{escape(note)}.</p>\n" for note in report.patch.notes)
     return (
-        f"{notes}<p>{found.passes:,} inputs through the network to choose, {found.scoring_passes:,} for the last scores; {seconds}. "
+        f"{notes}<p>"
+        f"{found.passes:,} inputs through the network to choose, {found.scoring_passes:,} for the last scores; {seconds}. "
         f"The patches take {report.patch_bytes:,} bytes, {100 * report.patch_bytes / report.model_bytes:.1f} % of the "
         f"network's {report.model_bytes:,}.</p>\n<p>To load it elsewhere:</p>\n<pre><code>{escape(report.call)}</code></pre>"
     )
