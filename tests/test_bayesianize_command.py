@@ -224,7 +224,7 @@ def test_a_run_without_patches_is_evaluated_and_asked(place, tmp_path, monkeypat
     monkeypatch.setattr(Calibration, "_gain", lambda self, *given: (0.0, 1.0, False))
     folder = tmp_path / "none"
     said = command(f"bayesianize {DATA} --held-out test[:120] --budget 2000", place / "net.safetensors", folder).out
-    assert "no patches; the network's own" in said
+    assert "size    no patches (those that were tried: " in said
     run = RunFolder.open(folder)
     model = run.model()
     assert patching.patched_sites(model) == {}

@@ -51,7 +51,6 @@ class Chosen:
         self.run = slice(self.first, self.first + size)
         if self.same or not (numbers == np.arange(self.first, self.first + size)).all():
             self.run = slice(0)
-        self._index = torch.from_numpy(numbers)
 
     def of(self, whole: Tensor) -> tuple[Tensor, int | None]:
         """The chosen entries of a tensor with a leading axis for all, and their axis: None where they are the same."""
@@ -59,7 +58,8 @@ class Chosen:
             return whole[self.first], None
         if self.run.stop:
             return whole if not self.first and self.run.stop == whole.shape[0] else whole[self.run], 0
-        return whole.index_select(0, self._index.to(whole.device)), 0
+        # made anew each time: while a graph is exported, a tensor that is made has no values
+        return whole.index_select(0, torch.from_numpy(self.numbers).to(whole.device)), 0
 
 
 @dataclass
