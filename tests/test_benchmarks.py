@@ -16,6 +16,7 @@ import patchbayes as pb
 from patchbayes.prediction.plan import Plan, StagePlan
 
 FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
+PARTS = ["--parts", "grid", "uci", "rivals"]
 SMALL = ["--networks", "mlp", "--batch", "2", "--draws", "4", "--budget", "0.001"]
 
 
@@ -89,8 +90,8 @@ def test_calls_take_turns():
 
 
 def test_a_small_run_writes_a_record(tmp_path, capsys):
-    record = run(tmp_path, *SMALL)
-    assert record["benchmark"] == "prediction_mlp_2_4"
+    record = run(tmp_path, *SMALL, *PARTS)
+    assert record["benchmark"] == "prediction_mlp_2_4_grid_uci_rivals"
     assert [(c["sites"], c["method"]) for c in record["cells"]] == [
         (sites, method) for sites in ("norm+output", "last") for method in ("emp", "ecmp")
     ]
@@ -113,6 +114,14 @@ def test_a_small_run_writes_a_record(tmp_path, capsys):
     assert printed.count("norm+output") >= 2
     assert "all 25 networks" in printed
     assert "laplace-torch" in printed
+
+
+@pytest.mark.slow
+def test_bert_and_a_large_output_layer_are_measured(tmp_path):
+    pytest.importorskip("transformers")
+    record = run(tmp_path, *SMALL, "--parts", "bert", "head")
+    assert record["bert"]
+    assert record["head"]
 
 
 @pytest.mark.parametrize(
@@ -259,7 +268,7 @@ def test_a_rival_that_fails_says_why(monkeypatch):
 def test_tables_come_from_records(tmp_path):
     tables = import_module("readme_tables")
     words = ["--networks", "mlp", "--sites", "last", "--batch", "8", "--draws", "4", "200", "--budget", "0.001"]
-    record = run(tmp_path, *words)
+    record = run(tmp_path, *words, *PARTS)
     (tmp_path / f"{tables.PREDICTION}.json").write_text(json.dumps(record))
     text = "".join(f"<!-- table: {name} -->\nold\n<!-- end table -->\n" for name in ("prediction", "rivals"))
     made = tables.render(text, tmp_path)

@@ -150,7 +150,7 @@ def test_the_budget_holds_for_any_numbers(number: int, monkeypatch: pytest.Monke
     """Of held-out examples that no batch divides, and of passes: down to budgets that have no room for a search."""
     given = convolutions(4).eval()
     data = answered(given, number + 150)
-    for budget in (200, 333, 777, 1009, 1500, 2024, 2503, 3001):
+    for budget in (200, 777, 1009, 2503):
         net = copy.deepcopy(given)
         with monkeypatch.context() as patching:
             counted, _ = without_scorings(net, patching)
