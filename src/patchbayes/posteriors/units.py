@@ -31,8 +31,11 @@ def pick(stored: Tensor, which: Tensor) -> Tensor:
     """stored (K, *shape) at which (*lead, *shape): the element-wise choice (*lead, *shape)."""
     if which.dim() == stored.dim() - 1:
         return stored.gather(0, which.unsqueeze(0)).squeeze(0)
-    # From one long vector of all components: three times as fast as gathering along the components.
     lead, size = which.shape[: which.dim() - stored.dim() + 1], stored[0].numel()
+    if torch.is_grad_enabled() and stored.requires_grad:
+        flat = which.reshape(-1, 1, *stored.shape[1:])
+        return stored.expand(flat.shape[0], *stored.shape).gather(1, flat).reshape(*lead, *stored.shape[1:])
+    # Without gradients, from one long vector of all components: three times as fast.
     places = torch.arange(size, device=which.device).add(which.reshape(-1, size), alpha=size)
     return stored.reshape(-1).index_select(0, places.reshape(-1)).reshape(*lead, *stored.shape[1:])
 
