@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from calibration_curves import BATCH, DRAWS, SUBJECTS, log_probs, made
 from records import commit, write_record
-from rivals import _insert_dropout_, define_torchvision_operators
+from rivals import define_torchvision_operators, insert_dropout_
 from scoring import paired, row
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -243,7 +243,7 @@ def noise(material: Material) -> Predict:
 
 def dropout(material: Material) -> Predict:
     model = material.copied()
-    _insert_dropout_(model)
+    insert_dropout_(model)
     inserted = [module for module in model.modules() if isinstance(module, nn.Dropout)]
 
     def make(rate: float) -> Predict:

@@ -30,6 +30,16 @@ def _importable(monkeypatch):
             del sys.modules[name]
 
 
+@pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.py")))
+def test_every_benchmark_can_be_imported(name):
+    try:
+        import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name in {path.stem for path in FOLDER.glob("*.py")} or str(error.name).startswith("patchbayes"):
+            raise
+        pytest.skip(f"needs {error.name}")
+
+
 def run(tmp_path, *words):
     import_module("prediction").main([*words, "--results", str(tmp_path)])
     (path,) = tmp_path.glob("*.json")
