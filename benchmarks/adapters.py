@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from records import RESULTS, write_record
-from subjects import torchvision_operators
+from subjects import define_torchvision_operators
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -28,7 +28,7 @@ from patchbayes.cli.demo_study import fashion
 from patchbayes.metrics import accuracy, expected_calibration_error, nll
 from patchbayes.metrics.temperature import fit_temperature
 
-_KEPT = torchvision_operators()  # transformers, which PEFT imports, imports torchvision where it is installed
+define_torchvision_operators()  # transformers, which PEFT imports, imports torchvision where it is installed
 BASE, ADAPTED, DRAWS, TOLERANCE, STEPS = 1700, 300, 20, 0.01, 12
 Pair = tuple[Tensor, Tensor]
 

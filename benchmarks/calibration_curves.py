@@ -33,9 +33,9 @@ from typing import Any
 
 import torch
 from bundle_fashion import halved
-from pairs import PAIRS
+from pairs import PAIRS, trained_once
 from records import RESULTS, commit, write_record
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from scoring import paired, row
 from torch import Tensor, nn
 
@@ -83,14 +83,7 @@ class Subject:
 
 def fashion(folder: Path) -> Subject:
     material = demo_study.fashion(0)
-    network = material.network(0)
-    if KEPT.exists():
-        network.load_state_dict(load_file(KEPT))
-        network.eval()
-    else:
-        demo_study.fit(network, material, 40, 0)
-        KEPT.parent.mkdir(exist_ok=True)
-        save_file(network.state_dict(), KEPT)
+    network = trained_once(material, 40, KEPT)
     split = read("fashion-mnist", folder, held_out=0.0).test
     raw, classes = split.fetch(torch.arange(len(split)))
     inputs = read("fashion").preparation.inputs

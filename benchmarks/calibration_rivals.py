@@ -26,8 +26,9 @@ from typing import Any
 import torch
 from calibration_curves import BATCH, DRAWS, SUBJECTS, log_probs, made
 from records import commit, write_record
-from rivals import define_torchvision_operators, insert_dropout_
+from rivals import insert_dropout_
 from scoring import paired, row
+from subjects import define_torchvision_operators
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset

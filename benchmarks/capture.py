@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from records import RESULTS, write_record
-from subjects import torchvision_operators
+from subjects import define_torchvision_operators
 from torch import nn
 
 import patchbayes as pb
@@ -142,7 +142,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     arguments = parser.parse_args(words)
     warnings.simplefilter("ignore")
-    _operators = torchvision_operators()
+    define_torchvision_operators()
     rows = []
     for library in arguments.libraries:
         for name, build in LIBRARIES[library]():

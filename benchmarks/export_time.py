@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from records import RESULTS, write_record
-from subjects import torchvision_operators
+from subjects import define_torchvision_operators
 from timing import in_turn, quotients, summary
 from torch import nn
 
@@ -100,7 +100,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     arguments = parser.parse_args(words)
     torch.set_num_threads(1)
-    _operators = torchvision_operators()
+    define_torchvision_operators()
     rows = []
     for name in arguments.networks:
         rows.append(measure(name, arguments.draws, arguments.batch, arguments.budget))

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from records import RESULTS, write_record
-from subjects import torchvision_operators
+from subjects import define_torchvision_operators
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -28,7 +28,7 @@ from patchbayes.metrics import accuracy, expected_calibration_error, nll
 from patchbayes.metrics.ood import auroc
 from patchbayes.objective import share_gradients_
 
-_KEPT = torchvision_operators()  # transformers imports torchvision where it is installed
+define_torchvision_operators()  # transformers imports torchvision where it is installed
 
 from intents_regime import LEARNING_RATE, intents  # noqa: E402
 

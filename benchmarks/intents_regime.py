@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from subjects import torchvision_operators
+from subjects import define_torchvision_operators
 from torch import Tensor, nn
 
 from patchbayes.cli.demo_study import Material
 
 LEARNING_RATE, LENGTH, EACH, HELD_OUT, TESTED = 3e-4, 20, 10, 1000, 10
 FEW_LEARNING_RATE, FEW_LENGTH, FEW_EACH, FEW_HELD_OUT, FEW_TESTED, FEW_BUDGET = 5e-4, 16, 5, 300, 3, 8000
-_KEPT = torchvision_operators()  # transformers imports torchvision where it is installed
+define_torchvision_operators()  # transformers imports torchvision where it is installed
 
 
 class Classifier(nn.Module):

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from capture import of_timm, of_torchvision, of_transformers
 from records import RESULTS, write_record
-from subjects import torchvision_operators
+from subjects import define_torchvision_operators
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -176,7 +176,7 @@ def main(words: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(words)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    _operators = torchvision_operators()
+    define_torchvision_operators()
     path = arguments.results / "matrix.json"
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
     done = {(row["library"], row["network"]) for row in rows}

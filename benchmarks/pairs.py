@@ -40,7 +40,7 @@ import intents_regime
 import torch
 from records import RESULTS, commit, write_record
 from safetensors.torch import load_file, save_file
-from subjects import torchvision_operators
+from subjects import define_torchvision_operators
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -226,17 +226,16 @@ def attention(folder: Path) -> Pair:
 
 
 def of_timm(name: str, smoothing: float, epochs: int, folder: Path) -> Pair:
-    library = torchvision_operators()  # timm imports torchvision
+    define_torchvision_operators()  # timm imports torchvision
     import timm
 
     network = timm.create_model(name, in_chans=1, num_classes=10)
-    del library  # until here its names had to last
     train(network, *whole("fashion", "train", folder), crossed(smoothing), epochs)
     return Pair(network, Categorical(), *whole("fashion", "test", folder))
 
 
 def convnext(folder: Path) -> Pair:
-    torchvision_operators()  # timm imports torchvision
+    define_torchvision_operators()  # timm imports torchvision
     from timm.models.convnext import ConvNeXt
 
     network = ConvNeXt(in_chans=1, num_classes=10, depths=(1, 1, 2, 1), dims=(16, 32, 48, 64), patch_size=1)
@@ -255,16 +254,21 @@ def wine(folder: Path) -> Pair:
     return Pair(network, Categorical(), inputs[800:], classes[800:])
 
 
+def trained_once(material: demo_study.Material, epochs: int, kept: Path) -> nn.Module:
+    """The material's network, trained for so many epochs with seed 0, or read from where it was kept."""
+    network = material.network(0)
+    if kept.exists():
+        network.load_state_dict(load_file(kept))
+        return network.eval()
+    demo_study.fit(network, material, epochs, 0)
+    kept.parent.mkdir(exist_ok=True)
+    save_file(network.state_dict(), kept)
+    return network
+
+
 def requests(folder: Path) -> Pair:
     material = intents_regime.intents(0, str(folder))
-    network = material.network(0)
-    if KEPT.exists():
-        network.load_state_dict(load_file(KEPT))
-        network.eval()
-    else:
-        demo_study.fit(network, material, 6, 0)
-        KEPT.parent.mkdir(exist_ok=True)
-        save_file(network.state_dict(), KEPT)
+    network = trained_once(material, 6, KEPT)
     parts = zip(material.held_out, material.test, strict=True)
     tokens, classes = (torch.cat([held[:500], test[:500]]) for held, test in parts)
     return Pair(network, Categorical(), tokens, classes)

@@ -39,7 +39,7 @@ import rivals
 import torch
 from records import RESULTS, write_record
 from safetensors.torch import load_file
-from subjects import METHODS, NETWORKS, Subject, torchvision_operators
+from subjects import METHODS, NETWORKS, Subject, define_torchvision_operators
 from timing import Part, draws_to_time, in_turn, part_of, plan_of, quotients, summary, times
 from torch import Tensor
 
@@ -156,7 +156,7 @@ def measure_uci(batch: int, budget: float) -> dict[str, Any]:
 
 def measure_bert(sites: str, budget: float, draws: int = 20, batch: int = 8, length: int = 32) -> dict[str, Any]:
     """A BERT of six layers and 384 units (random weights): the engine against S passes of the unpatched network."""
-    _operators = torchvision_operators()
+    define_torchvision_operators()
     import transformers
 
     config = transformers.BertConfig(
@@ -284,7 +284,6 @@ def main(words: Sequence[str] | None = None) -> None:
             content["uci"].append(measure_uci(batch, arguments.budget))
             show_uci(content["uci"][-1])
     if "bert" in arguments.parts and find_spec("transformers"):
-        rivals.define_torchvision_operators()  # which transformers imports
         content["bert"] = [measure_bert(sites, arguments.budget) for sites in BERT_SITES]
         for row in content["bert"]:
             print(

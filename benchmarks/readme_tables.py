@@ -44,12 +44,10 @@ def training_overhead(record: dict[str, Any]) -> str:
                     f"| {row['ratio']:.3f} ({low:.3f}-{high:.3f}) "
                     f"| {row['memory_ratio']:.3f} | {row['parameter_ratio']:.3f} |"
                 )
-    machine = record["machine"]
     lines += [
         "",
         "A training step of a ResNet-18 (CIFAR stem, 100 classes, SGD with momentum), norm and output patched, K = 5; dropout "
-        f"before every norm layer. Median of {record['rounds']} rounds on {machine['processor']}, "
-        f"{machine['threads']} threads, torch {record['versions']['torch']}, commit {record['commit']}. "
+        f"before every norm layer. Median of {record['rounds']} rounds, {circumstances(record)}. "
         "Command: `python benchmarks/training_overhead.py`.",
     ]
     return "\n".join(lines)

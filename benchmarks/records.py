@@ -38,11 +38,18 @@ def commit() -> str:
 def _circumstances() -> dict[str, Any]:
     return {
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *_repeatable(sys.argv[1:])]),
         "commit": commit(),
         "machine": {"cores": os.cpu_count(), "processor": _processor(), "threads": torch.get_num_threads()},
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
     }
+
+
+def _repeatable(words: list[str]) -> list[str]:
+    """The words of a command but for where interim results lay."""
+    return [
+        word for before, word in zip(["", *words], words, strict=False) if not {before, word} & {"--work", "--folder"}
+    ]
 
 
 def _processor() -> str:

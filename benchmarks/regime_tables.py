@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import statistics
 from typing import Any
 
@@ -43,14 +42,9 @@ def front(record: dict[str, Any]) -> str:
         "",
         f"2,000 small pictures of clothes, {record['epochs']} epochs; all rows but the first calibrated on 1,000 others; 2,000 "
         f"test images. {seeds}; dropout's rate is the best of {len(record['search']['dropout'])}. {_said(record)} "
-        f"Command: `{_command(record)}`, {_commits(record)}.",
+        f"Command: `{record['command']}`, {_commits(record)}.",
     ]
     return "\n".join(lines)
-
-
-def _command(record: dict[str, Any]) -> str:
-    """The command without the folder of its interim results."""
-    return re.sub(r" --work \S+", "", record["command"])
 
 
 def _commits(record: dict[str, Any]) -> str:
@@ -160,7 +154,7 @@ def regimes(records: list[dict[str, Any]]) -> str:
                 ]
                 lines.append(f"| {title} | {' | '.join(cells)} |")
     said = [f"- {_TITLES[record['benchmark']]}: {_tried(record)}. {_said(record)}".rstrip() for record in ordered]
-    commands = "; ".join(f"`{_command(record)}` ({_commits(record)})" for record in ordered)
+    commands = "; ".join(f"`{record['command']}` ({_commits(record)})" for record in ordered)
     notes = f"Mean of the seeds ± standard deviation; 20 draws; paired t-tests. Commands: {commands}."
     return "\n".join([*lines, "", *said, "", _beside_dropout(ordered), "", notes])
 
@@ -181,7 +175,7 @@ def ensembles(records: list[dict[str, Any]]) -> str:
             f"An ensemble of {record['members']} networks with a temperature ({_TITLES[regime['benchmark']]}, seeds "
             f"{', '.join(map(str, record['seed_numbers']))}): NLL {nll:.4f}, against {statistics.fmean(scaled):.4f} of "
             f"temperature scaling and {statistics.fmean(ours):.4f} of patches in one pass, which have {100 * share:.0f} % of "
-            f"its gain. Command: `{_command(record)}` (commit {record['commit']})."
+            f"its gain. Command: `{record['command']}` (commit {record['commit']})."
         )
     return "\n".join(lines)
 
@@ -214,7 +208,7 @@ def own_loop(record: dict[str, Any]) -> str:
     lines += [
         "",
         f"Fashion-MNIST, 2,000 images at 14 x 14, in one pass, each with a temperature fitted to 1,000 held-out images; 2,000 "
-        f"test images; mean of the seeds {', '.join(map(str, seeds))} ± standard deviation. Command: `{_command(record)}` "
+        f"test images; mean of the seeds {', '.join(map(str, seeds))} ± standard deviation. Command: `{record['command']}` "
         f"(commit {record['commit']}).",
     ]
     return "\n".join(lines)

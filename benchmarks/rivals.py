@@ -14,11 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
-from importlib.util import find_spec
 from typing import Any
 
 import torch
-from subjects import NETWORKS, Subject
+from subjects import NETWORKS, Subject, define_torchvision_operators
 from timing import draws_to_time, in_turn, part_of, quotients, summary, times
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -118,22 +117,6 @@ def _undisturbing(predict: Predictor) -> Predictor:
             return predict(num_draws)
 
     return run
-
-
-def define_torchvision_operators() -> None:
-    """Make torchvision importable beside a torch that its compiled part was not built for.
-
-    Its import asks for two operators of that part; a schema is enough, since nothing here computes with them.
-    """
-    if find_spec("torchvision") is None:
-        return
-    try:
-        import torchvision  # noqa: F401
-    except RuntimeError as error:
-        if "torchvision::nms" not in str(error):
-            raise
-        for name in ("nms", "qnms"):
-            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
 def _bayesian_torch(network: nn.Module, x: Tensor) -> Predictor:

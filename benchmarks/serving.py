@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from records import RESULTS, write_record
 from rivals import insert_dropout_
-from subjects import torchvision_operators
+from subjects import define_torchvision_operators
 from torch import Tensor, nn
 
 import patchbayes as pb
@@ -109,7 +109,7 @@ def measure(name: str, sizes: Sequence[int], clients: Sequence[int], seconds: fl
     """Latencies of one contender, in this process: a row for every batch size and number of clients."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    _operators = torchvision_operators()
+    define_torchvision_operators()
     inputs = {size: torch.rand(size, 3, 32, 32) for size in sizes}
     with torch.no_grad():
         began = time.perf_counter()

@@ -4,7 +4,6 @@ import importlib.util
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -55,11 +54,17 @@ def _seconds_of_a_pass(network: nn.Module, x: Tensor) -> float:
     return time.perf_counter() - began
 
 
-def torchvision_operators() -> Any:
-    """Beside a CPU-only torch the compiled part of torchvision does not load; its import needs the two names only."""
-    if importlib.util.find_spec("torchvision") is None or hasattr(torch.ops.torchvision, "nms"):
-        return None
-    library = torch.library.Library("torchvision", "DEF")
-    for name in ("nms", "qnms"):
-        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    return library
+def define_torchvision_operators() -> None:
+    """Make torchvision importable beside a torch that its compiled part was not built for.
+
+    Its import asks for two operators of that part; a schema is enough, since nothing here computes with them.
+    """
+    if importlib.util.find_spec("torchvision") is None:
+        return
+    try:
+        import torchvision  # noqa: F401
+    except RuntimeError as error:
+        if "torchvision::nms" not in str(error):
+            raise
+        for name in ("nms", "qnms"):
+            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

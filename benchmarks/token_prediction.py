@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 from records import RESULTS, write_record
-from subjects import torchvision_operators
+from subjects import define_torchvision_operators
 
 import patchbayes as pb
 
-_KEPT = torchvision_operators()  # transformers imports torchvision where it is installed
+define_torchvision_operators()  # transformers imports torchvision where it is installed
 VOCABULARY, ROWS, LENGTH, DRAWS = 20_000, 8, 128, 20
 WAYS = ("plain loop", "predict")
 
