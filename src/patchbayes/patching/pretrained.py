@@ -6,7 +6,6 @@ patch_config.json    how the network was patched, to be read by people
 README.md            a card: sites, how to load it, what was measured when it was calibrated
 """
 
-import copy
 import functools
 import inspect
 import json
@@ -27,6 +26,7 @@ from .ordinary_state import is_patch_key, ordinary_state
 from .patch import is_patched, unpatch_
 from .patch_file import CONFIG_FILE, PATCH_FILE, PatchFile
 from .roots import extend_roots, original_class
+from .selection import copied
 
 WEIGHTS_FILE, CARD_FILE = "model.safetensors", "README.md"
 _BEGIN, _END = "<!-- patchbayes: begin -->", "<!-- patchbayes: end -->"
@@ -181,8 +181,7 @@ def _save_with(own: Callable[..., Any], root: nn.Module, folder: Path, options: 
 def _mean_copy(root: nn.Module) -> nn.Module:
     """The mean network as an ordinary one; all that is not patched is the same tensors."""
     patched = {id(p) for site in root_of(root)[1].sites for p in site.parameters().values()}
-    shared = {id(p): p for p in root.parameters() if id(p) not in patched}
-    plain = copy.deepcopy(root, shared)
+    plain = copied(root, [p for p in root.parameters() if id(p) not in patched])
     unpatch_(plain, keep="mean")
     return plain
 

@@ -1,14 +1,15 @@
 """What can be patched, and how it is selected: by word, by glob on names, or by predicate on (name, module)."""
 
 import contextlib
+import copy
 import fnmatch
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import NothingToPatch, PatchbayesError
 from ..layers import NORMS, drawn_values, is_conv, is_linear, is_norm
@@ -228,3 +229,13 @@ def _nothing(model: nn.Module, named: dict[str, nn.Module], wanted: str, chosen:
 def _some_names(named: dict[str, nn.Module]) -> str:
     names = [f'"{name}"' for name in named if name]
     return ", ".join(names[:8]) + (f", ... ({len(names)} in all)" if len(names) > 8 else "")
+
+
+def copied(model: nn.Module, shared: Iterable[Tensor]) -> nn.Module:
+    """A deep copy that shares these tensors, and what its modules keep from an earlier pass (which deepcopy refuses)."""
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in shared}
+    for module in model.modules():
+        for value in module.__dict__.values():
+            kept = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+            memo |= {id(t): t.detach() for t in kept if isinstance(t, Tensor) and not t.is_leaf}
+    return copy.deepcopy(model, memo)

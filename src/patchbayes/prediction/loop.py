@@ -1,10 +1,9 @@
 """The readable path of prediction: Algorithm 1, a forward pass for each draw."""
 
 import contextlib
-import copy
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from ..errors import PatchbayesError
 from ..patching.drawing import hold
 from ..patching.frames import MEAN
 from ..patching.network import PatchedNetwork
-from ..patching.selection import call
+from ..patching.selection import call, copied
 
 
 class Members:
@@ -105,16 +104,6 @@ def at_rest(model: nn.Module) -> nn.Module:
             f"predict: {type(model).__name__} is in training mode, and a copy in evaluation mode cannot be made ({error}).\n"
             "  do       model.eval() first."
         ) from error
-
-
-def copied(model: nn.Module, shared: Iterable[Tensor]) -> nn.Module:
-    """A deep copy that shares these tensors, and what its modules keep from an earlier pass (which deepcopy refuses)."""
-    memo: dict[int, Any] = {id(tensor): tensor for tensor in shared}
-    for module in model.modules():
-        for value in module.__dict__.values():
-            kept = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
-            memo |= {id(t): t.detach() for t in kept if isinstance(t, Tensor) and not t.is_leaf}
-    return copy.deepcopy(model, memo)
 
 
 @contextlib.contextmanager

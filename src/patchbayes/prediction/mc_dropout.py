@@ -14,8 +14,8 @@ from ..draws.draws import Draws
 from ..draws.layout import Law, Layout, Series, example_keys
 from ..draws.randomness import bernoulli_like, fold
 from ..errors import PatchbayesError
-from ..patching.selection import call
-from .loop import Members, Outputs, check_finite, copied, undisturbed
+from ..patching.selection import call, copied
+from .loop import Members, Outputs, check_finite, undisturbed
 
 _CHANNELS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 

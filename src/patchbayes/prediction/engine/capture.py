@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from ..loop import copied
+from ...patching.selection import copied
 from .remembering import structure_of
 
 aten = torch.ops.aten
