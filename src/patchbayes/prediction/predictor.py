@@ -19,6 +19,7 @@ from .model_output import model_output
 from .predict import Mode, Options, Predicting, Sampling, check_options, make_draws
 from .prediction import Prediction
 from .targets import TARGET_KEYS, without_targets
+from .turns import Turns, places
 
 
 class _Forward:
@@ -38,7 +39,8 @@ class Predictor(nn.Module):
     Its output is the averaged log-probabilities (B, C), or for `Gaussian` the pair mean (B, D), variance (B, D). The draws
     are made once: the same input always gives the same answer. The weights of the draws are made at the first call and
     kept, within `memory_limit`, until a parameter changes (as optimizers and `load_state_dict` change it; after writing to
-    `.data`, call `refresh_`). Several threads may call it. No gradients. Arguments as in `predict`.
+    `.data`, call `refresh_`). Any number of threads may call it; as many work at a time as there are cores for, the others wait
+    in turn. No gradients. Arguments as in `predict`.
 
     returns   "tensor" as said above; "model_output": what a network of transformers returns, with the averaged
               log-probabilities as `logits`, and the NLL of the averaged prediction as `loss` where labels are given. Attributes
@@ -95,19 +97,21 @@ class Predictor(nn.Module):
         inputs = kwargs or (args if len(args) != 1 else args[0])
         if args and kwargs:
             raise PatchbayesError("Predictor: expected all inputs by position or all by keyword, got both.")
-        predicting = self._predicting()
         (batch,) = batches(inputs if is_batch(inputs) else (inputs,), self.select)
-        with torch.inference_mode():
-            batch = on_device(without_targets(self.model, batch), predicting.device)
-            prediction = predicting.batch(batch, torch.arange(batch_size(batch)))
+        kept = self._kept
+        with kept.turns:
+            predicting = self._predicting(kept)
+            with torch.inference_mode():
+                batch = on_device(without_targets(self.model, batch), predicting.device)
+                prediction = predicting.batch(batch, torch.arange(batch_size(batch)))
         return prediction.usable()
 
     def refresh_(self) -> None:
         """Forget the weights that were made for the draws."""
         self._kept = _Kept()
 
-    def _predicting(self) -> Predicting:
-        network, kept = network_of(self.model), self._kept
+    def _predicting(self, kept: "_Kept") -> Predicting:
+        network = network_of(self.model)
         state = tuple((id(p), p._version, p.data_ptr()) for s in network.sites for p in s.parameters().values())
         with kept.lock:
             if kept.predicting is None or kept.state != state:
@@ -127,7 +131,7 @@ class _Kept:
     """What a `Predictor` keeps from call to call. A copy starts without."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock, self.turns = threading.Lock(), Turns(places())
         self.state: Any = None
         self.predicting: Predicting | None = None
 

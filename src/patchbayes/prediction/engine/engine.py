@@ -4,6 +4,7 @@ Whatever cannot be captured goes through the loop, with the reason in the plan; 
 capturing. Nothing is stored on the network, and nothing global is changed.
 """
 
+import functools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
@@ -210,7 +211,7 @@ class Engine:
         """Whether this call alone, with all its batches, would cost by the loop what capturing costs."""
         arguments = _arguments(inputs)
         (leaves, spec), passes = tree_flatten(arguments), len(self.draws) * self.batches
-        if _refused(self.model, self.network) is not None or self._is_light(leaves, passes):
+        if self._is_light(leaves, passes) or _refused(self.model, self.network) is not None:
             return False
         work = self._work(form_of(self.model, leaves, spec), inputs, examples, output)
         return work.seconds(numbers(leaves)) * passes > work.seconds_of_capture
@@ -219,7 +220,11 @@ class Engine:
         """Whether so few passes of so small a network pay for no capture, and not even for counting what a pass does."""
         if passes >= _MANY_PASSES:
             return False
-        return numbers(leaves) * sum(parameter.numel() for parameter in self.model.parameters()) < _LIGHT
+        return numbers(leaves) * self._parameters < _LIGHT
+
+    @functools.cached_property
+    def _parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.model.parameters())
 
     def _work(self, form: Form, inputs: Any, examples: Tensor, output: Callable[[Any], Tensor]) -> Work:
         """What one draw by the loop does: counted once, by running it. A loop that follows does not run it again."""
