@@ -2,8 +2,8 @@
 
 A ResNet-20 at 32 pixels with 20 draws, every contender in a process of its own (memory is that of the process, after the
 requests of a row), one torch thread for each request. Ratios are taken to the plain network at the same batch and number of
-clients, in the same run. The allocator keeps memory that is freed (see `ALLOCATOR`): by default glibc gives it back, and asks for
-it again page by page, which costs up to half of a prediction's time and depends on the thread.
+clients, in the same run. The allocator keeps memory that is freed (see `ALLOCATOR`): by default glibc gives it back, and asks
+for it again page by page, which costs up to half of a prediction's time and depends on the thread.
 
     python benchmarks/serving.py [--seconds 3] [--batch 1 32] [--clients 1 4] [--contenders plain ...] [--results FOLDER]
 """
