@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from patchbayes.draws.randomness import BITS, bernoulli_like, fold, integers, normal_like
+from patchbayes.draws.randomness import BITS, bernoulli_like, coarse_bernoulli_like, fold, integers, normal_like
 from reference.splitmix import splitmix64
 from statistics_helper import assert_frequencies, assert_standard_normal, assert_uncorrelated
 
@@ -103,7 +103,8 @@ def test_keys_of_draws_sites_and_examples_do_not_collide():
 def test_the_global_random_state_is_neither_read_nor_moved():
     def everything():
         key, like = torch.tensor(11), torch.zeros(5)
-        return torch.cat([integers(key, 0, 5), normal_like(like, key), bernoulli_like(like, key, 0.5)])
+        masks = bernoulli_like(like, key, 0.5), coarse_bernoulli_like(like, key, 0.5)
+        return torch.cat([integers(key, 0, 5), normal_like(like, key), *masks])
 
     torch.manual_seed(1)
     first = everything()
@@ -116,8 +117,8 @@ def test_the_global_random_state_is_neither_read_nor_moved():
 def test_the_compiler_gets_the_same_numbers():
     def compute(key, like):
         keys = fold(key, torch.arange(3))
-        masks = bernoulli_like(like, keys, 0.5)
-        return integers(keys, 2, 9), normal_like(like, fold(key, 4)), masks
+        masks = bernoulli_like(like, keys, 0.5), coarse_bernoulli_like(like, keys, 0.5)
+        return integers(keys, 2, 9), normal_like(like, fold(key, 4)), *masks
 
     key, like = torch.tensor(123), torch.zeros(3, 4)
     compiled = torch.compile(compute, backend="aot_eager", fullgraph=True)
@@ -127,17 +128,19 @@ def test_the_compiler_gets_the_same_numbers():
 
 def test_noise_has_the_shape_and_dtype_of_its_like_and_no_gradient():
     like = torch.zeros(2, 3, dtype=torch.float64, requires_grad=True)
-    for made in (normal_like(like, torch.tensor(1)), bernoulli_like(like, torch.tensor(1), 0.5)):
+    key = torch.tensor(1)
+    for made in (normal_like(like, key), bernoulli_like(like, key, 0.5), coarse_bernoulli_like(like, key, 0.5)):
         assert made.shape == (2, 3)
         assert made.dtype == torch.float64
         assert not made.requires_grad
 
 
-def test_a_row_of_a_mask_does_not_depend_on_the_other_rows():
+@pytest.mark.parametrize("make", [bernoulli_like, coarse_bernoulli_like])
+def test_a_row_of_a_mask_does_not_depend_on_the_other_rows(make):
     keys = fold(torch.tensor(8), torch.arange(5))
-    mask = bernoulli_like(torch.zeros(5, 50), keys, 0.5)
+    mask = make(torch.zeros(5, 50), keys, 0.5)
     for rows in ([3], [1, 4], [4, 0, 2]):
-        assert torch.equal(bernoulli_like(torch.zeros(len(rows), 50), keys[rows], 0.5), mask[rows])
+        assert torch.equal(make(torch.zeros(len(rows), 50), keys[rows], 0.5), mask[rows])
     assert mask.unique(dim=0).shape[0] == 5
 
 
@@ -255,9 +258,39 @@ def test_masks_keep_with_the_given_probability_in_every_row(keep):
         assert_frequencies([(row == 0).sum(), (row == 1).sum()], [1 - keep, keep], detects=0.03)
 
 
-def test_masks_of_different_rows_are_independent():
+@pytest.mark.parametrize("keep", [0.995, 0.8, 0.5])
+def test_coarse_masks_keep_with_the_given_probability_and_are_divided_by_it(keep):
+    level = round(keep * 2**16) / 2**16
+    mask = coarse_bernoulli_like(torch.zeros(200, 203), torch.tensor(52), keep)
+    assert mask.unique().tolist() == [0.0, pytest.approx(1 / level)]
+    assert_frequencies([int((mask == 0).sum()), int((mask > 0).sum())], [1 - level, level], detects=0.03)
+    neighbors = (mask > 0).flatten()[:40_000].long().view(-1, 4)  # the four of one random number are independent
+    for first, second in itertools.combinations(range(4), 2):
+        pairs = np.bincount((2 * neighbors[:, first] + neighbors[:, second]).numpy(), minlength=4)
+        if keep < 0.9:
+            drop = 1 - level
+            assert_frequencies(pairs, [drop**2, drop * level, drop * level, level**2], detects=0.06)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_coarse_masks_are_the_same_in_every_dtype(dtype):
+    key, shape = torch.tensor(5), (3, 7, 11)
+    expected = coarse_bernoulli_like(torch.zeros(shape), key, 0.7)
+    found = coarse_bernoulli_like(torch.zeros(shape, dtype=dtype), key, 0.7)
+    assert found.dtype == dtype
+    assert torch.equal(found, expected.double().mul(0.7).round().mul(2**16 / round(0.7 * 2**16)).to(dtype))
+
+
+@pytest.mark.parametrize("keep", [1.0, 1 - 2**-18])
+def test_a_coarse_mask_that_keeps_all_is_ones(keep):
+    assert torch.equal(coarse_bernoulli_like(torch.zeros(1000), torch.tensor(0), keep), torch.ones(1000))
+    assert coarse_bernoulli_like(torch.zeros(0, 3), torch.tensor(0), keep).shape == (0, 3)
+
+
+@pytest.mark.parametrize("make", [bernoulli_like, coarse_bernoulli_like])
+def test_masks_of_different_rows_are_independent(make):
     keys = fold(torch.tensor(50), torch.arange(2))
-    first, second = bernoulli_like(torch.zeros(2, 40_000), keys, 0.5).numpy().astype(int)
+    first, second = (make(torch.zeros(2, 40_000), keys, 0.5).numpy() > 0).astype(int)
     assert_frequencies(np.bincount(2 * first + second, minlength=4), [0.25] * 4, detects=0.03)
 
 

@@ -53,6 +53,15 @@ def bernoulli_like(like: Tensor, key: Tensor, keep: float | Tensor) -> Tensor:
     return (_bernoulli_op if torch.compiler.is_compiling() else _bernoulli)(like.detach(), key, keep)
 
 
+def coarse_bernoulli_like(like: Tensor, key: Tensor, keep: float) -> Tensor:
+    """As `bernoulli_like`, with other bits, and `keep` rounded to a multiple of 2**-16, and each one divided by that.
+
+    On a CPU four elements share a random number of 64 bits: six times faster than `torch.Tensor.bernoulli_`, which takes longer
+    for the activations of a small convolution than the convolution does.
+    """
+    return (_coarse_op if torch.compiler.is_compiling() else _coarse)(like.detach(), key, keep)
+
+
 def _fold(key: Tensor, value: Tensor) -> Tensor:
     return _mix_(key + (value + 1) * _GOLDEN)
 
@@ -110,6 +119,24 @@ def _bernoulli(like: Tensor, key: Tensor, keep: float) -> Tensor:
     return mask
 
 
+def _coarse(like: Tensor, key: Tensor, keep: float) -> Tensor:
+    if key.dim():
+        made = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        for row, row_key in zip(made, key, strict=True):
+            row.copy_(_coarse(row, row_key, keep))
+        return made
+    level = max(1, round(keep * 2**16))
+    if like.device.type != "cpu":
+        return _bernoulli(like, key, level / 2**16).div_(level / 2**16)
+    words = torch.empty(-(-like.numel() // 4), dtype=torch.int64)
+    words.random_(-(2**63), None, generator=_generator(key, like.device))
+    wide = torch.float64 if like.dtype == torch.float64 else torch.float32
+    uniform = (
+        words.view(torch.int16)[: like.numel()].view(like.shape).to(wide)
+    )  # in place from here on: memory is what costs
+    return uniform.lt_(level - 2**15).mul_(2**16 / level).to(like.dtype)
+
+
 def _bernoulli_of(like: Tensor, key: Tensor, keep: Tensor) -> Tensor:
     number = float(keep)
     if number != number:
@@ -129,6 +156,7 @@ _integers_op = torch.library.custom_op("patchbayes::integers", _integers, mutate
 # An operator costs five times what it does to a mask of units; outside of compiled code the functions are called as they are.
 _normal_op = torch.library.custom_op("patchbayes::normal", _normal, mutates_args=())
 _bernoulli_op = torch.library.custom_op("patchbayes::bernoulli", _bernoulli, mutates_args=())
+_coarse_op = torch.library.custom_op("patchbayes::coarse_bernoulli", _coarse, mutates_args=())
 _bernoulli_of_op = torch.library.custom_op("patchbayes::bernoulli_of", _bernoulli_of, mutates_args=())
 
 
@@ -148,6 +176,11 @@ def _(like: Tensor, key: Tensor) -> Tensor:
 
 
 @_bernoulli_op.register_fake
+def _(like: Tensor, key: Tensor, keep: float) -> Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, device=like.device)
+
+
+@_coarse_op.register_fake
 def _(like: Tensor, key: Tensor, keep: float) -> Tensor:
     return torch.empty(like.shape, dtype=like.dtype, device=like.device)
 
