@@ -221,12 +221,14 @@ def normed(blocks: int) -> nn.Sequential:
     return nn.Sequential(*layers, nn.Linear(6, 4)).eval()
 
 
-def test_many_norms_are_the_sites() -> None:
+def test_many_norms_are_sites_together_with_the_first_layers() -> None:
     net, x = normed(12), inputs(200)
     y = labels_from(torch.softmax(8 * net(x), -1).detach())
     report = pb.bayesianize_(net, batches(x, y), budget=2000)
-    assert [site.name for site in report.patch.sites] == [f"{block}.1" for block in range(12)]
-    assert {one.layers for one in report.tried} == {"norm layers"}
+    assert {site.name for site in report.patch.sites} == {
+        f"{block}.{part}" for block in range(12) for part in (0, 1)
+    } | {"12"}
+    assert {one.layers for one in report.tried} == {"norm and first layers"}
     few = normed(1)
     report = pb.bayesianize_(few, batches(x, y), budget=2000)
     assert [site.name for site in report.patch.sites] == ["0.0", "1"]

@@ -19,7 +19,7 @@ SHARE, BYTES = 0.1, 200_000
 #: Norm layers that are too few to try, and so many that nothing else is tried.
 _FEW_NORMS, _MANY_NORMS = 3, 12
 #: What the sets are called.
-NORMS, FIRST, ALL, LAST = "norm layers", "first layers", "all layers", "last layers"
+NORMS, BOTH, FIRST, ALL, LAST = "norm layers", "norm and first layers", "first layers", "all layers", "last layers"
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,9 @@ def candidate_layers(
     stay within the limit; where that is not all of them, all, the large ones with the `small` method. With a `predict_cost`,
     those from the end of the network.
 
-    Many norms need no rival: in deep networks they are the better place. Fewer than three are none.
+    Many norms need no rival: in deep networks they are the better place, together with the first convolution or linear
+    layers, as many as stay within 200 kB (their elements are drawn one by one: more would make single predictions slow). Fewer
+    than three are none.
 
     limit   of bytes that a patch takes; a layer whose own values stay where they are (`Spread`) counts with its size. Without a
             `small` method, the first layer is taken whatever its size.
@@ -64,7 +66,11 @@ def candidate_layers(
         }
     norms = [name for name, _ in executed_layers(model, example, is_norm)]
     found = {NORMS: _first(model, norms, limit, method)} if len(norms) >= _FEW_NORMS else {}
-    if len(norms) < _MANY_NORMS and (multiplying or not found):
+    if len(norms) >= _MANY_NORMS:
+        left = min(BYTES, limit - sum(_size(model, name, method) for name in found[NORMS].methods))
+        early = _first(model, [name for name, _ in multiplying], left, method, at_least=0).methods
+        return {BOTH: Layers(found[NORMS].methods | early)} if early else found
+    if multiplying or not found:
         order = [name for name, _ in _some(multiplying, model)]
         first = _first(model, order, limit, method)
         fits = small is None or len(first.methods) > 1 or _size(model, order[0], method) <= limit
@@ -102,12 +108,12 @@ def _within_cost(order: list[tuple[str, int]], predict_cost: float, draws: int) 
     return chosen
 
 
-def _first(model: nn.Module, order: list[str], limit: float, method: Method) -> Layers:
-    """The first layers whose sizes stay within the limit, and the first of all in any case."""
+def _first(model: nn.Module, order: list[str], limit: float, method: Method, at_least: int = 1) -> Layers:
+    """The first layers whose sizes stay within the limit, and so many in any case."""
     chosen, size = list[str](), 0
     for name in order:
         size += _size(model, name, method)
-        if chosen and size > limit:
+        if len(chosen) >= at_least and size > limit:
             break
         chosen.append(name)
     return Layers(dict.fromkeys(chosen, method))

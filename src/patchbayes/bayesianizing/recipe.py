@@ -23,11 +23,11 @@ from ..prediction.batches import as_tensor
 from ..views import Views
 from .calibrate import BATCH, Calibration, affordable_examples, check_numbers
 from .held_out import HeldOut, Select, select_for, to_device
-from .layers import BYTES, NORMS, SHARE, Layers, candidate_layers
+from .layers import BOTH, BYTES, NORMS, SHARE, Layers, candidate_layers
 from .progress import shown
 from .report import BayesianizeReport
 from .restoring import with_record
-from .spread import slope_
+from .spread import start_norms_
 from .tries import Tries, digest_of
 
 #: The part of the budget for looks at sets of layers, where there are several.
@@ -69,10 +69,10 @@ def bayesianize_(
     held_out      batches that the network was not trained on, readable twice, of any form that `calibrate_` reads.
     method        `Spread()` by default: a number for each parameter is all that it adds. Or any method whose spread can be
                   scaled, such as ECMP(5, jitter=0.05); its jitter is where the search starts.
-    sites         "auto": the norm layers, with a spread that falls with the depth; where there are fewer than twelve, the first
-                  convolution and linear layers in the order of execution are tried too, as many as stay within `patch_bytes`,
-                  and if these are not all, all of them, the large ones with `small`. The held-out data choose. Else as in
-                  `patch_`.
+    sites         "auto": the norm layers, with a spread that falls with the depth, and the first convolution and linear layers
+                  in the order of execution, as many as stay within 200 kB. Where there are fewer than twelve norms, these
+                  alone, or the first layers alone, as many as stay within `patch_bytes`, or if these are not all, all of
+                  them, the large ones with `small`: the held-out data choose. Else as in `patch_`.
     small         the method of layers that are too large for the other one, where `sites` is "auto": `RankOne()` adds a few
                   numbers for each input and output of a layer; or LowRank(...). None leaves such layers out. The report
                   says which layer got it, and why.
@@ -131,8 +131,8 @@ def bayesianize_(
         network = network_of(model)
         given.clear()
         given.update({site.name: _given(site) for site in network.sites})
-        if title == NORMS:
-            slope_(network)
+        if title in (NORMS, BOTH):
+            start_norms_(network, beside_others=title == BOTH)
         if layers:
             report = dataclasses.replace(report, notes=(*report.notes, *layers[title].notes))
         return report, Calibration(
@@ -163,7 +163,7 @@ def bayesianize_(
             calibration.passes += _LAYER_PASSES
             remember_given_(model)
             tried_bytes = _bytes(patch_tensors(model).values())
-            found = calibration.run("learn", tolerance, try_start=False)
+            found = dataclasses.replace(calibration.run("learn", tolerance, try_start=False), trained_without=True)
             if found.chosen == "none" and is_given:
                 _without_sites_(model, given)
     except BaseException:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..draws.draws import Draws
 from ..draws.layout import NetworkDraw
 from ..errors import PatchbayesError
+from ..layers import is_norm
 from ..likelihoods import Likelihood
 from ..patching.frames import Frame, pushed
 from ..patching.network import PatchedNetwork, Site
@@ -308,17 +309,19 @@ def _vertex(left: float, middle: float, right: float) -> tuple[float, float]:
     return place, -(slope * place + 0.5 * curvature * place**2)
 
 
-def slope_(network: PatchedNetwork, slope: float = -1.0) -> None:
-    """Let the spread of the sites fall with their depth, by a factor exp(slope) from the first to the last, in place.
+def start_norms_(network: PatchedNetwork, beside_others: bool) -> None:
+    """Let the spread of norms fall with their depth, by a factor e from the first to the last, in place; where other layers
+    are random too, it is half as large.
 
     Noise in late norms harms more than it tells: on 1,000 CIFAR-100 images a ResNet-20 gained 0.012, 0.036 and 0.052 nats on
-    temperature scaling where it rose, stayed and fell (0.07 to 0.15 of the values); a ResNet-56
-    0.067 and 0.066 in the last two.
+    temperature scaling where it rose, stayed and fell (0.07 to 0.15 of the values); a ResNet-56 0.067 and 0.066 in the last
+    two. Beside the first convolutions half of it was as good on the images that chose the temperatures, better by 0.02 on
+    others, and by 0.1 on corrupted ones (ResNet-20, ten draws).
     """
-    sites = scalable_sites(network)
+    sites = [site for site in scalable_sites(network) if is_norm(site.module)]
     for number, site in enumerate(sites):
         depth = number / (len(sites) - 1) - 0.5 if len(sites) > 1 else 0.0
-        site.posterior.scale_spread_(math.exp(slope * depth))
+        site.posterior.scale_spread_(math.exp(-depth) * (0.5 if beside_others else 1.0))
 
 
 @torch.no_grad()
