@@ -113,6 +113,9 @@ def test_both_file_formats_give_the_same_patches(place, tmp_path):
         "--seed 1",
         "--sites norm",
         "--predict-cost 3",
+        "--patch-bytes 1",
+        "--patch-bytes 1 --small lowrank(1,2)",
+        "--patch-bytes 1 --small none",
         "--views mirror",
         "--held-out test[:90]",
     ],
@@ -144,7 +147,8 @@ def test_the_views_are_written_down_and_used(place, tmp_path):
     assert record["views"] == "shifts(1, False)"
     dataset = run.dataset()
     x, y = next(iter(dataset.batches(dataset.part("test[100:140]"), 40)))
-    found = [pb.predict(run.model(), x, 10, views=views).log_probs for views in (run.views(), None)]
+    with pytest.warns(UserWarning, match="calibrated with views"):
+        found = [pb.predict(run.model(), x, 10, views=views).log_probs for views in (run.views(), None)]
     nll, without = (-float(log_probs[torch.arange(40), y].mean()) for log_probs in found)
     assert record["metrics"]["nll"]["value"] == pytest.approx(nll, abs=1e-4)
     assert abs(nll - without) > 1e-3
@@ -194,6 +198,9 @@ def test_a_base_that_moved_or_changed_is_named(place, tmp_path):
         ("net.pt run --held-out test --method spread(1)", 1, "components"),
         ("net.pt run --held-out test --method nosuch", 1, "nosuch"),
         ("net.pt run --held-out test --predict-cost 0.5", 1, "predict_cost=0.5"),
+        ("net.pt run --held-out test --patch-bytes 0", 2, "greater than or equal to 1"),
+        ("net.pt run --held-out test --small nosuch", 1, "nosuch"),
+        ("net.pt run --held-out test --sites norm --small none", 1, 'small and patch_bytes go with sites="auto"'),
         ("net.pt run --held-out test --budget 0", 2, "greater than or equal to 1"),
         ("trained/config.json run --held-out test", 1, "cannot be read as a checkpoint"),
     ],
@@ -242,3 +249,16 @@ def test_a_run_without_patches_is_evaluated_and_asked(place, tmp_path, monkeypat
     images.fromarray(pixels.numpy()).save(tmp_path / "three.png")
     row = strict_json(command("predict --format jsonl", folder, tmp_path / "three.png").out)
     assert row.keys() >= {"class", "probability"}
+
+
+def test_small_methods_are_those_that_are_named(place, tmp_path):
+    def run(small):
+        folder = tmp_path / small.partition("(")[0]
+        options = f"--held-out test[:80] --budget 1000 --patch-bytes 1 --small {small}"
+        return command(f"bayesianize {DATA} {options}", place / "net.pt", folder).out
+
+    assert "LowRank(1, 2)" in run("lowrank(1,2)")
+    assert "RankOne(2, site)" in run("rankone(2)")
+    without = run("none")
+    assert "LowRank" not in without
+    assert "RankOne" not in without

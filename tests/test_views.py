@@ -1,5 +1,7 @@
 """Views: what they show, how draws are assigned to them, and that prediction averages over both."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -132,3 +134,26 @@ def test_what_is_no_view_is_refused() -> None:
     for make in (lambda: shifts(0), lambda: crops(0.0), lambda: Views([])):
         with pytest.raises(PatchbayesError, match="expected"):
             make()
+
+
+def test_views_that_it_was_calibrated_with_are_missed() -> None:
+    net = network()
+    targets = torch.arange(4)
+    pb.calibrate_(net, [(X, targets)], views=mirror, examples=4, budget=100)
+    with pytest.warns(UserWarning, match=r"calibrated with views \(mirror.*give the same views"):
+        pb.predict(net, X)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pb.predict(net, X, views=mirror)
+        pb.calibrate_(net, [(X, targets)], examples=4, budget=100)  # anew, without: what it knew is forgotten
+        pb.predict(net, X)
+
+
+def test_an_error_keeps_what_is_known_of_the_views() -> None:
+    net = network()
+    targets = torch.arange(4)
+    pb.calibrate_(net, [(X, targets)], views=mirror, examples=4, budget=100)
+    with pytest.raises(PatchbayesError):
+        pb.calibrate_(net, [(X, targets + 100)], examples=4, budget=100)
+    with pytest.warns(UserWarning, match="calibrated with views"):
+        pb.predict(net, X)

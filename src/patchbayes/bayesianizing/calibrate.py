@@ -96,6 +96,7 @@ def calibrate_(
     chosen = HeldOut.read(held_out, examples, BATCH, generator, select or select_for(model))
     with with_record(model) as (root, network), restored_on_error(network), shown(progress) as tell:
         likelihood = checked_likelihood(likelihood or network.likelihood)
+        network.calibration = None  # with views, perhaps, that no longer hold
         calibration = Calibration(root, network, chosen, likelihood, draws, budget, output or as_tensor, tell, views)
         return calibration.run(spread, tolerance)
 

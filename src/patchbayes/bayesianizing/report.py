@@ -68,6 +68,7 @@ class CalibrationReport:
                       examples that were kept away from learning (all, where there were few).
     tried             every spread that was tried, with its NLL on the examples that it was tried on.
     warming           whether `warm_up_` kept draws out of its training to the end.
+    trained_without   whether the network was patched after its training (`bayesianize_`).
     passes            inputs that went through the network; scoring_passes those of the last scores.
     """
 
@@ -91,6 +92,7 @@ class CalibrationReport:
     interrupted: bool = False
     views: str | None = None
     warming: bool = False
+    trained_without: bool = False
 
     @property
     def losses(self) -> tuple[float, ...]:
@@ -150,6 +152,8 @@ class CalibrationReport:
         if self.mean_temperature >= 1:
             return ""
         text = "The best temperature is below 1: the network is less sure than it could be."
+        if self.trained_without:
+            return f"{text} The temperature makes up for that; draws could only make it less sure."
         if not self.factors:
             return f"{text} Patches would gain little."
         do = "more epochs, less noise (pb.mixed(0.25)) or pb.warm_up_; keep the lowest NLL."

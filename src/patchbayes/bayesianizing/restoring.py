@@ -27,13 +27,13 @@ def put_back(held: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 @contextlib.contextmanager
 def restored_on_error(network: PatchedNetwork) -> Iterator[None]:
-    """If the block fails, what the posteriors hold and the likelihood are as they were."""
-    held, likelihood = contents(network), network.likelihood
+    """If the block fails, what the posteriors hold, the likelihood and what is known of its fit are as they were."""
+    held, likelihood, calibration = contents(network), network.likelihood, network.calibration
     try:
         yield
     except BaseException:
         put_back(held)
-        network.likelihood = likelihood
+        network.likelihood, network.calibration = likelihood, calibration
         raise
 
 

@@ -34,6 +34,15 @@ def bayesianize(
         str,
         typer.Option(help="Layers to patch; auto: norms or the first ones, within a tenth of the network or 200 kB."),
     ] = "auto",
+    small: Annotated[
+        str | None,
+        typer.Option(
+            help="With --sites auto: the method of layers too large for --method, such as lowrank(4, 5), or none."
+        ),
+    ] = None,
+    patch_bytes: Annotated[
+        int | None, typer.Option(min=1, help="With --sites auto: what the patch may take, in bytes.")
+    ] = None,
     predict_cost: Annotated[
         float | None,
         typer.Option(help="What all draws may cost, in passes of the network: the last layers are then patched."),
@@ -73,6 +82,8 @@ def bayesianize(
         raise typer.BadParameter("--sites: expected layers, such as norm+output, got nothing.")
     options: dict[str, Any] = {"sites": sites, "method": parse_method(method), "draws": draws, "budget": budget}
     options |= {} if predict_cost is None else {"predict_cost": predict_cost}
+    options |= {} if patch_bytes is None else {"patch_bytes": patch_bytes}
+    options |= {} if small is None else {"small": None if small == "none" else parse_method(small)}
     _, report = bayesianize_checkpoint(
         checkpoint,
         folder,

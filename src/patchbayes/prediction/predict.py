@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypedDict, Unpack
 
@@ -274,6 +275,12 @@ def check_options(draws: Number, network: PatchedNetwork | None, options: Option
         raise PatchbayesError(
             "predict(dropout=True) is for a network that is not patched; this one is.\n"
             "  do       patch it with pb.Dropout(rate) at the sites where masks are wanted."
+        )
+    seen = network.calibration.get("views") if network is not None and network.calibration else None
+    if seen is not None and options.get("views") is None:
+        warnings.warn(
+            f"the network was calibrated with views ({seen}), and its temperatures hold for them: give the same views=...",
+            stacklevel=4,
         )
     if network is None and isinstance(draws, Draws):
         raise PatchbayesError("predict: Draws were given for a network that is not patched; expected a number.")

@@ -72,7 +72,7 @@ class Predictor(nn.Module):
         self.engine, self.memory_limit, self.select, self.output = engine, memory_limit, select, output
         self.views = views
         self._kept = _Kept()
-        check_options(self.draws, network_of(model), Options(engine=engine))
+        check_options(self.draws, network_of(model), Options(engine=engine, views=views))
 
     forward: Any = _Forward()
 
