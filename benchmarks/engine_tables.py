@@ -35,7 +35,7 @@ def serving(record: dict[str, Any]) -> str:
             f"| {row['per_second']:.3g} | {row['resident'] / 1e6:.0f} |"
         )
     missing = "".join(f" {row['name']}: {row['unavailable']}." for row in record["rows"] if "unavailable" in row)
-    text = f"ResNet-20, 32 px, {record['draws']} draws, one torch thread a request, on a core shared with other work."
+    text = f"ResNet-20, 32 px, {record['draws']} draws, one torch thread a request, on one core."
     return "\n".join([*lines, "", f"{text} Measured {circumstances(record)}.{missing} Command: `{record['command']}`."])
 
 
