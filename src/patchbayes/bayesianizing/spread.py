@@ -98,9 +98,9 @@ class SpreadSearch:
         log factor_i = level + slope * depth_i,   depth from -1/2 at the first site to 1/2 at the last
 
     A first look doubles or halves the level while that helps; then five places around the best, on more examples, give a
-    parabola in each of the two numbers. Where both are least is tried too, and the best of the six is taken. At every place the temperature of the draws and that of their average are those that
-    fit it best. No gradient is needed: the two numbers are all that so few passes can tell (the gradient of a single
-    site's spread at 64 examples is a tenth of its own noise).
+    parabola in each of the two numbers. Where both are least is tried too, and the best of the six is taken. At every place
+    the temperature of the draws and that of their average are those that fit it best. No gradient is needed: the two numbers
+    are all that so few passes can tell (the gradient of a single site's spread at 64 examples is a tenth of its own noise).
     """
 
     def __init__(
@@ -220,7 +220,8 @@ class SpreadSearch:
             unlikely = 0.5 * (_SLOPE / _SLOPE_PRIOR) ** 2 / examples
             slope += _SLOPE * _vertex(sides[0].nll + unlikely, center.nll, sides[1].nll + unlikely)
             around += sides
-        if self.passes + self.draws * examples <= self.budget:
+        new = all((one.level, one.slope) != (level, slope) for one in around)
+        if new and self.passes + self.draws * examples <= self.budget:
             around.append(self._try(level, slope, examples))
         best = min(around, key=lambda one: one.nll)
         self._ahead += examples * (center.nll - best.nll)
