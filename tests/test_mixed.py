@@ -22,6 +22,9 @@ def test_the_rules_follow_the_one_dial():
     assert list(once) == ["norm+output", "hidden"]
     assert (once["norm+output"].jitter, once["hidden"].rate) == (0.2, 0.1)
     assert (twice["norm+output"].jitter, twice["hidden"].rate) == (0.4, 0.2)
+    assert (once["hidden"].tie, twice["hidden"].tie) == ("unit", "activation")
+    assert not (once["hidden"].predict)
+    assert not (twice["hidden"].predict)
     assert pb.mixed(components=3)["norm+output"].components == 3
 
 

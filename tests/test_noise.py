@@ -68,9 +68,8 @@ def test_an_overconfident_network_is_trained_with_noise_and_the_held_out_part_ch
     by_noise = {trial.noise: trial for trial in trials}
     assert by_noise[0.0].temperature > 1
     plain, one = by_noise[0.0], by_noise[1.0]
-    factor = 2.0 if one.nll < plain.nll and one.temperature > 1 else 0.5
-    further = by_noise[factor]
-    levels = {0.0, 1.0, factor} | ({factor**2} if further.nll < one.nll else set())
+    first, second = (1.5, 2.0) if one.nll < plain.nll and one.temperature > 1 else (0.5, 0.25)
+    levels = {0.0, 1.0, first} | ({second} if by_noise[first].nll < one.nll else set())
     assert set(by_noise) == levels
     assert trials[0].nll == min(trial.nll for trial in trials)
     assert len(said) == len(levels)
