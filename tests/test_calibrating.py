@@ -373,7 +373,7 @@ def test_the_report_says_what_was_added_and_what_the_patch_file_takes(tmp_path) 
     assert 0 < added < layers
     assert 4 * added <= report.patch_bytes < 4 * layers
     assert report.patch_bytes < (tmp_path / "patch.safetensors").stat().st_size
-    expected = f"size    {added} parameters were added; the patch file takes {report.patch_bytes} bytes"
+    expected = f"size    {added} parameters were added; their values take {report.patch_bytes} bytes"
     assert expected in str(report)
 
 

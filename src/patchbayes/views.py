@@ -115,6 +115,11 @@ class _Shifted:
     def __call__(self, images: Tensor) -> Tensor:
         images = images.flip(-1) if self.mirrored else images
         height, width = images.shape[-2:]
+        if abs(self.down) >= height or abs(self.right) >= width:
+            raise PatchbayesError(
+                f"views.shifts({max(abs(self.down), abs(self.right))}): nothing is left of an image of {height} x {width} "
+                "pixels; expected a smaller shift."
+            )
         up, left = max(-self.down, 0), max(-self.right, 0)
         padded = F.pad(images, (max(self.right, 0), left, max(self.down, 0), up))
         return padded[..., up : up + height, left : left + width]

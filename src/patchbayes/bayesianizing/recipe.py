@@ -84,9 +84,10 @@ def bayesianize_(
                   is Categorical() if not given.
     keep_tries    a file that holds what was tried: the same call, after it was killed, goes on from there, to the same result.
 
-    Where draws are no better than the temperature alone, the network is left without patches, as `calibrate_` leaves one that
-    had none: `predict` then takes one pass, and the file holds the temperature. (Components that do not average to the given
-    network, as those of ECMP, stay, all at their mean.)
+    Where draws are not clearly better than the temperature alone, the network is left without patches, as `calibrate_` leaves
+    one that had none: `predict` then takes one pass, and the file holds the temperature. (Components that do not average to the
+    given network, as those of ECMP, stay, all at their mean.) Only `predict` knows the temperatures: the network's own output,
+    called as ever, is what it was.
 
     Modes, frozen flags and everything outside the sites come back as they were; after an error or an interruption before
     anything was learned the whole network does. Save the result with `patchbayes.save`.
@@ -94,8 +95,9 @@ def bayesianize_(
     if not isinstance(model, nn.Module):
         raise PatchbayesError(f"bayesianize_: expected a torch.nn.Module, got a {type(model).__name__}.")
     if is_patched(model):
+        done = "is patched" if patched_sites(model) else "has a temperature of an earlier calibration"
         raise PatchbayesError(
-            "bayesianize_: the network is patched already.\n  do       calibrate_(model, held_out), or unpatch_(model) first."
+            f"bayesianize_: the network {done} already.\n  do       calibrate_(model, held_out), or unpatch_(model) first."
         )
     check_numbers(draws, budget, examples, tolerance)
     if patch_bytes is not None and (

@@ -47,7 +47,7 @@ class Scores:
 
     def __str__(self) -> str:
         text = f"NLL {self.nll:.4f}"
-        if self.ece is not None:
+        if self.ece is not None and sum(number for number, _, _ in self.reliability) >= FEW:
             text += f"  ECE {100 * self.ece:4.1f} %"
         if self.accuracy is not None:
             text += f"  accuracy {100 * self.accuracy:.1f} %"
@@ -112,7 +112,7 @@ class CalibrationReport:
             + (f" after draws at {self.draw_temperature:.3f}" if self.draw_temperature != 1 else "")
             + f"; of the mean network in one pass {self.mean_temperature:.3f}"
         )
-        lines += [text for text in (self.verdict, self.warning) if text]
+        lines += [text for text in (self.verdict, self.warning, *self.remarks) if text]
         lines += reliability_lines(self.before, self.after)
         if self.chosen != "none":
             lines += bars(self.spread, self.factors)
@@ -137,7 +137,7 @@ class CalibrationReport:
             return ""
         if self.chosen == "none" or self.gain <= 0:
             return (
-                f"Draws are no better than the temperature alone here (gain in NLL {max(self.gain, 0.0):.4f} +- "
+                f"Draws are not clearly better than the temperature alone here (gain in NLL {max(self.gain, 0.0):.4f} +- "
                 f'{self.gain_error:.4f}): predict in one pass, draws="mean".'
             )
         measured = f"NLL lower by {self.gain:.4f} +- {self.gain_error:.4f} than with the temperature alone"
@@ -145,11 +145,26 @@ class CalibrationReport:
         return f"{spread}: {measured}, on examples that it was not learned on."
 
     @property
+    def remarks(self) -> list[str]:
+        """What else looks odd."""
+        found = []
+        if self.before.accuracy == 1 and self.num_held_out >= FEW:
+            found.append(
+                "All answers are right: was the network trained on these examples? Then nothing here means much."
+            )
+        known = self.before.ece is not None and self.after.ece is not None and self.num_held_out >= FEW
+        if known and self.after.ece > self.before.ece + 0.005 and self.after.nll < self.before.nll:  # type: ignore[operator]
+            found.append(
+                "NLL is lower, ECE is higher: the two do not agree on this network. See the reliability below."
+            )
+        return found
+
+    @property
     def warning(self) -> str:
-        """What to do about a network that is less sure than it could be, "" for all others."""
+        """What to do about a classifier that is less sure than it could be, "" for all others."""
         if self.warming:
             return "It was trained without draws to the end: warm_up_, called before every epoch, never found it overconfident."
-        if self.mean_temperature >= 1:
+        if self.mean_temperature >= 1 or self.before.accuracy is None:
             return ""
         text = "The best temperature is below 1: the network is less sure than it could be."
         if self.trained_without:
@@ -184,13 +199,13 @@ class BayesianizeReport:
 
     @property
     def size(self) -> str:
-        """One sentence: what was added, and what the patch file takes."""
+        """One sentence: what was added, and what a file holds of it, without names and digests."""
         if not self.patch_bytes:
             tried = f"no patches (those that were tried: {self.tried_bytes:,} bytes)"
             return f"{tried}; the network's own {self.model_bytes:,} bytes, and a temperature"
         added, share = self.patch.parameters_after - self.patch.parameters_before, self.patch_bytes / self.model_bytes
         return (
-            f"{added:,} parameters were added; the patch file takes {self.patch_bytes:,} bytes, {100 * share:.1f} % of the "
+            f"{added:,} parameters were added; their values take {self.patch_bytes:,} bytes, {100 * share:.1f} % of the "
             f"network's {self.model_bytes:,}"
         )
 

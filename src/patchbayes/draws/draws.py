@@ -347,7 +347,7 @@ def record_of(model: nn.Module, modules: Sequence[nn.Module] | None = None) -> A
     if not found:
         raise NotPatched(
             f"{type(model).__name__} is not a patched network, nor does it contain one.\n"
-            "  do       patchbayes.patch_(model, patchbayes.ECMP(components=5)) first."
+            "  do       bayesianize_(model, held_out) if it is trained already, else patch_(model, mixed()) before training."
         )
     if len(found) > 1:
         raise PatchbayesError(

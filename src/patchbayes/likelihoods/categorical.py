@@ -35,10 +35,17 @@ class Categorical(Likelihood):
         log_probs = self.log_probs(outputs, lead=1)
         shape = log_probs.shape[1:-1]
         if targets.is_floating_point() or targets.dtype == torch.bool or targets.shape != shape:
+            if targets.shape == (*shape, log_probs.shape[-1]) and log_probs.shape[-1] > 1:
+                do = "of one-hot targets take targets.argmax(-1)"
+            elif targets.shape == (*shape, 1) and not targets.is_floating_point():
+                do = "targets.squeeze(-1)"
+            elif targets.shape == shape and bool((targets == targets.long()).all()):
+                do = "targets.long()"
+            else:
+                do = "where targets are numbers, not classes, pass likelihood=patchbayes.likelihoods.Gaussian()"
             raise PatchbayesError(
                 f"Categorical: expected class numbers of shape {tuple(shape)}, got {targets.dtype} of shape "
-                f"{tuple(targets.shape)}.\n"
-                "  do       where targets are numbers, pass likelihood=patchbayes.likelihoods.Gaussian()."
+                f"{tuple(targets.shape)}.\n  do       {do}."
             )
         valid = targets != self.ignore_index
         chosen = targets.to(torch.int64).where(valid, 0).expand(log_probs.shape[:-1]).unsqueeze(-1)
@@ -49,7 +56,8 @@ class Categorical(Likelihood):
                 raise
             raise PatchbayesError(
                 f"Categorical: expected classes 0 to {log_probs.shape[-1] - 1} (or {self.ignore_index}: ignored), got numbers "
-                f"from {int(targets[valid].min())} to {int(targets[valid].max())}."
+                f"from {int(targets[valid].min())} to {int(targets[valid].max())}.\n"
+                "  do       number the classes from 0 on; where there are more of them than outputs, it is another network."
             ) from None
         return found.masked_fill(~valid, 0.0)
 

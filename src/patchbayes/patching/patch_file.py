@@ -47,7 +47,8 @@ class PatchFile:
 
     def _broken(self, error: Exception) -> CheckpointMismatch:
         return CheckpointMismatch(
-            f"load_: {self.path} is not a whole safetensors file ({error}); copy or save it again."
+            f"load_: {self.path} is not a whole safetensors file ({error}); copy or save it again "
+            "(files of torch.save are not read)."
         )
 
     def described_by(self, config: Path) -> dict[str, Any]:
