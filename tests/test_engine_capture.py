@@ -389,3 +389,19 @@ def test_only_a_few_forms_are_remembered():
     for times in range(18):
         pb.predict(model, (rows(), times), pb.Draws.sample(model, 3), engine="graph")
     assert len(forms_of(model)) == 16
+
+
+def test_global_pooling_of_channels_last_says_nothing_for_many_draws(capfd):
+    """torch's own pooling sets strides, which vmap does for each draw by itself, with a warning on standard error."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)
+    )
+    model.eval().to(memory_format=torch.channels_last)
+    pb.patch_(model, pb.ECMP(3, jitter=0.5), "norm")
+    x = torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last)
+    draws = pb.Draws.sample(model, 20)
+    found = pb.predict(model, x, draws, engine="graph")
+    assert found.plan.engine == "graph"
+    torch.testing.assert_close(found.probs, pb.predict(model, x, draws, engine="loop").probs)
+    assert "BatchedFallback" not in capfd.readouterr().err
