@@ -258,7 +258,7 @@ def test_small_methods_are_those_that_are_named(place, tmp_path):
         return command(f"bayesianize {DATA} {options}", place / "net.pt", folder).out
 
     assert "LowRank(1, 2)" in run("lowrank(1,2)")
-    assert "RankOne(2, site)" in run("rankone(2)")
+    assert "RankOne(2, unit)" in run("rankone(2)")
     without = run("none")
     assert "LowRank" not in without
     assert "RankOne" not in without

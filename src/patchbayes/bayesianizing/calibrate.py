@@ -61,8 +61,8 @@ def calibrate_(
        (`SpreadSearch`), with the temperature that softens each draw before the average (`Likelihood.draw_temperature`).
     3. The averaged prediction gets its own temperature, shrunk towards 1 where examples are few: spread and softened draws
        can only make a network more cautious.
-    4. Where the search found a spread that is ahead of the one that the network had by no more than fitting two numbers gives
-       for nothing, the network keeps its own. Where the result is no better than temperature scaling (on examples that were
+    4. Where the search found a spread that is ahead of the one that the network had by no more than fitting gives for
+       nothing, the network keeps its own. Where the result is no better than temperature scaling (on examples that were
        kept away from learning by half a standard error, by up to two where they are few, and on all of them by more than
        fitting a few numbers gives for nothing), spread becomes 0 and the report says so.
     5. With a `tolerance`, the temperatures are then raised as far as that allows.

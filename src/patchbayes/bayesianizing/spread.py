@@ -35,7 +35,9 @@ _FIRST_SHARE = 0.25  # of the budget, for three places of the first look
 #: The deviation of the slope from its start that is expected; few examples do not move it.
 _SLOPE_PRIOR = 0.7
 _SLOPING = 4  # sites at least, for a slope
-_FITTED = 2  # numbers that the search fits: nats by which the examples speak for them for nothing
+_FITTED = (
+    1  # nats by which the examples speak for nothing for each number that the search fits: a level, perhaps a slope
+)
 #: Temperatures of the draws that are tried, as multiples of that of the mean network; and 1.
 _DRAW_TEMPERATURES = (0.7, 1.0, 1.4, 2.0, 2.8)
 _VALUES = 2**22  # numbers that temperatures are fitted to: a few dense predictions have as many labels as are needed
@@ -61,7 +63,7 @@ class ScaledFrame(Frame):
 class Learned:
     """What the search found: the logarithm of a factor for each scalable site, the temperatures beside it, and its way.
 
-    ahead_of_start   whether its NLL is below that of the spread that the network had by more than two fitted numbers give for
+    ahead_of_start   whether its NLL is below that of the spread that the network had by more than the fitted numbers give for
                      nothing.
     """
 
@@ -186,7 +188,7 @@ class SpreadSearch:
 
     def _found(self, best: Tried, interrupted: bool) -> Learned:
         factors = {site: best.level + best.slope * depth for site, depth in self.depths.items()}
-        ahead = self._ahead > _FITTED
+        ahead = self._ahead > _FITTED * (2 if self._sloping else 1)
         return Learned(
             factors, best.draw_temperature, best.log_temperature, self.tried, self.passes, interrupted, ahead
         )
