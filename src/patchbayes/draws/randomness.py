@@ -7,6 +7,8 @@ faster for the dense noise of Gaussian posteriors and dropout masks, and opaque 
 cannot trace explicit generators.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -104,27 +106,27 @@ def _mix_(x: Tensor) -> Tensor:
 def _normal(like: Tensor, key: Tensor) -> Tensor:
     if key.dim() == 0:
         return torch.randn(like.shape, dtype=like.dtype, device=like.device, generator=_generator(key, like.device))
+    return _by_row(_normal, like, key)
+
+
+def _by_row(make: Callable[..., Tensor], like: Tensor, key: Tensor, *more: float) -> Tensor:
+    """Noise whose rows each have a stream of their own."""
     made = torch.empty(like.shape, dtype=like.dtype, device=like.device)
     for row, row_key in zip(made, key, strict=True):
-        row.copy_(_normal(row, row_key))
+        row.copy_(make(row, row_key, *more))
     return made
 
 
 def _bernoulli(like: Tensor, key: Tensor, keep: float) -> Tensor:
+    if key.dim():
+        return _by_row(_bernoulli, like, key, keep)
     mask = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-    if key.dim() == 0:
-        return mask.bernoulli_(keep, generator=_generator(key, like.device))
-    for row, row_key in zip(mask, key, strict=True):
-        row.bernoulli_(keep, generator=_generator(row_key, like.device))
-    return mask
+    return mask.bernoulli_(keep, generator=_generator(key, like.device))
 
 
 def _coarse(like: Tensor, key: Tensor, keep: float) -> Tensor:
     if key.dim():
-        made = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-        for row, row_key in zip(made, key, strict=True):
-            row.copy_(_coarse(row, row_key, keep))
-        return made
+        return _by_row(_coarse, like, key, keep)
     level = max(1, round(keep * 2**16))
     if like.device.type != "cpu":
         return _bernoulli(like, key, level / 2**16).div_(level / 2**16)
