@@ -64,10 +64,10 @@ def test_where_the_first_layer_is_too_large_norms_are_alone() -> None:
 @pytest.mark.parametrize("beside_others", [False, True])
 def test_the_spread_of_norms_falls_with_their_depth(beside_others: bool) -> None:
     model = deep(12)
-    pb.patch_(model, Spread(size=0.1), "norm+conv")
+    pb.patch_(model, Spread(size=0.1), "norm+conv" if beside_others else "norm")
     network = network_of(model)
     before = {site.name: site.posterior.variance() for site in network.sites}
-    start_norms_(network, beside_others)
+    start_norms_(network)
     norms = [site for site in network.sites if isinstance(site.module, nn.BatchNorm2d)]
     for site in network.sites:
         found = (site.posterior.variance()["weight"] / before[site.name]["weight"]).sqrt().unique()

@@ -134,7 +134,7 @@ def bayesianize_(
         given.clear()
         given.update({site.name: _given(site) for site in network.sites})
         if title in (NORMS, BOTH):
-            start_norms_(network, beside_others=title == BOTH)
+            start_norms_(network)
         if layers:
             report = dataclasses.replace(report, notes=(*report.notes, *layers[title].notes))
         return report, Calibration(
