@@ -45,7 +45,7 @@ class Draws:
     @classmethod
     def sample(cls, model: nn.Module, num_draws: int, generator: torch.Generator | None = None) -> Self:
         """Independent draws from q (Algorithm 1). The seed comes from `generator`; without one it is 0."""
-        _check_count(num_draws)
+        check_count(num_draws)
         return cls(law_of(model), [Series("iid", _seed_from(generator), range(num_draws))])
 
     @classmethod
@@ -56,7 +56,7 @@ class Draws:
         and blocks are independent (a Latin hypercube). With unequal probabilities p a block is as long as it takes to
         hold every component its exact share of times (at most 256; else 16 equal slices of [0, 1)).
         """
-        _check_count(num_draws)
+        check_count(num_draws)
         return cls(law_of(model), [Series("stratified", _seed_from(generator), range(num_draws))])
 
     @classmethod
@@ -68,7 +68,7 @@ class Draws:
         function that is a sum of functions of two groups. For EMP with a prime number of components: K = 5 needs 25
         draws a block for up to 6 sites, 125 for up to 31.
         """
-        _check_count(num_draws)
+        check_count(num_draws)
         law = law_of(model)
         if law.orthogonal_block is None:
             raise PatchbayesError(
@@ -370,7 +370,8 @@ def _seed_from(generator: torch.Generator | None) -> int:
     return int(torch.randint(2**62, (), generator=generator, device=generator.device))
 
 
-def _check_count(num_draws: int) -> None:
+def check_count(num_draws: Any) -> None:
+    """Refuse what is no number of draws."""
     if isinstance(num_draws, bool) or not isinstance(num_draws, int) or num_draws < 1:
         raise PatchbayesError(f"draws={num_draws!r}: a number of draws is an integer of at least 1.")
 

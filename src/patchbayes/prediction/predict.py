@@ -10,7 +10,7 @@ from typing import Any, Literal, TypedDict, Unpack
 import torch
 from torch import Tensor, nn
 
-from ..draws.draws import Draws
+from ..draws.draws import Draws, check_count
 from ..errors import PatchbayesError
 from ..likelihoods import Categorical, Likelihood, checked_likelihood
 from ..patching.network import PatchedNetwork, network_of
@@ -256,8 +256,8 @@ def check_options(draws: Number, network: PatchedNetwork | None, options: Option
         raise PatchbayesError(f'predict(engine={engine!r}): expected "auto", "loop" or "graph".')
     if isinstance(draws, str) and draws not in ("exact", "auto", "mean"):
         raise PatchbayesError(f'predict(draws={draws!r}): expected a number, Draws, "exact", "auto" or "mean".')
-    if isinstance(draws, int) and draws < 1:
-        raise PatchbayesError(f"predict(draws={draws}): expected a number of draws of at least 1.")
+    if not isinstance(draws, str | Draws):
+        check_count(draws)
     if tolerance is not None and draws != "auto":
         raise PatchbayesError(f'predict(tolerance={tolerance!r}) is for draws="auto", got draws={draws!r}.')
     if tolerance is not None and not tolerance > 0:
