@@ -348,10 +348,8 @@ def _clean(graph: fx.Graph) -> None:
         elif node.target is aten.view.default:
             node.target = aten.reshape.default
         elif node.target is aten.adaptive_avg_pool2d.default and tuple(node.args[1]) == (1, 1):
-            node.target, node.args = (
-                aten.mean.dim,
-                (node.args[0], [-1, -2], True),
-            )  # without its strides, which vmap lacks
+            node.target = aten.mean.dim  # without its strides, which vmap lacks
+            node.args = (node.args[0], [-1, -2], True)
         elif node.target is aten._native_batch_norm_legit_no_training.default:
             _as_batch_norm(graph, node)
         elif node.target is aten.batch_norm.default and not node.args[5]:
