@@ -1,5 +1,7 @@
 """What `calibrate_` says of things that look odd, and what it refuses since it can only be a mistake."""
 
+import html
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +9,7 @@ from torch import nn
 import patchbayes as pb
 from calibrated_networks import batches, classifier, inputs, labels_from
 from patchbayes.bayesianizing.report import Scores
+from patchbayes.cli.bayesianize_page import bayesianize_page
 from patchbayes.errors import PatchbayesError
 from patchbayes.likelihoods import Categorical
 from patchbayes.views import shifts
@@ -34,6 +37,15 @@ def test_a_network_that_is_always_right_was_perhaps_trained_on_these() -> None:
     assert "was the network trained" not in str(
         pb.calibrate_(other, batches(x, labels_from(torch.softmax(other(x), -1).detach())))
     )
+
+
+def test_the_page_has_the_remarks_too() -> None:
+    net, x = classifier(), inputs(200)
+    report = pb.bayesianize_(net, batches(x, net(x).argmax(-1)), budget=2000)
+    page = bayesianize_page(report)
+    assert report.calibration.remarks
+    for text in report.calibration.remarks:
+        assert html.escape(text) in page
 
 
 def test_few_examples_have_no_calibration_error() -> None:

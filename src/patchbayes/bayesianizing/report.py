@@ -45,10 +45,15 @@ class Scores:
         filled = tuple((number, sure, right) for number, sure, right in columns if number)
         return cls(nll, bins.expected_error, accuracy(probs, labels), filled)
 
+    @property
+    def shown_ece(self) -> float | None:
+        """ECE, where there are enough examples for it to mean something."""
+        return self.ece if sum(number for number, _, _ in self.reliability) >= FEW else None
+
     def __str__(self) -> str:
         text = f"NLL {self.nll:.4f}"
-        if self.ece is not None and sum(number for number, _, _ in self.reliability) >= FEW:
-            text += f"  ECE {100 * self.ece:4.1f} %"
+        if self.shown_ece is not None:
+            text += f"  ECE {100 * self.shown_ece:4.1f} %"
         if self.accuracy is not None:
             text += f"  accuracy {100 * self.accuracy:.1f} %"
         return text
@@ -112,7 +117,7 @@ class CalibrationReport:
             + (f" after draws at {self.draw_temperature:.3f}" if self.draw_temperature != 1 else "")
             + f"; of the mean network in one pass {self.mean_temperature:.3f}"
         )
-        lines += [text for text in (self.verdict, self.warning, *self.remarks) if text]
+        lines += [text for text in (self.verdict, *self.remarks) if text]
         lines += reliability_lines(self.before, self.after)
         if self.chosen != "none":
             lines += bars(self.spread, self.factors)
@@ -146,14 +151,15 @@ class CalibrationReport:
 
     @property
     def remarks(self) -> list[str]:
-        """What else looks odd."""
-        found = []
+        """What is to be done, and what looks odd: in the report and on its page."""
+        found = [self.warning] if self.warning else []
         if self.before.accuracy == 1 and self.num_held_out >= FEW:
             found.append(
                 "All answers are right: was the network trained on these examples? Then nothing here means much."
             )
-        known = self.before.ece is not None and self.after.ece is not None and self.num_held_out >= FEW
-        if known and self.after.ece > self.before.ece + 0.005 and self.after.nll < self.before.nll:  # type: ignore[operator]
+        before, after = self.before.shown_ece, self.after.shown_ece
+        known = before is not None and after is not None
+        if known and after > before + 0.005 and self.after.nll < self.before.nll:  # type: ignore[operator]
             found.append(
                 "NLL is lower, ECE is higher: the two do not agree on this network. See the reliability below."
             )

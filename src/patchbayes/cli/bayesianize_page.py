@@ -50,7 +50,8 @@ def bayesianize_page(report: BayesianizeReport) -> str:
         '<link rel="icon" href="data:,">\n<title>patchbayes bayesianize</title>\n'
         f"<style>\n{style}\nfigure svg {{ max-width: 100%; height: auto; }}\nfigure {{ max-width: none; }}\n"
         ".bar { background: #2f6f9f; height: .8em; min-width: 2px; }\n</style>\n</head>\n<body>\n"
-        f'<header><h1>A trained network, made Bayesian</h1>\n<p class="lead">{escape(found.verdict)}</p></header>\n'
+        f'<header><h1>A trained network, made Bayesian</h1>\n<p class="lead">{escape(found.verdict)}</p>'
+        f"{''.join(f'<p>{escape(text)}</p>' for text in found.remarks)}</header>\n"
         f"<main>\n{chr(10).join(part for part in parts if part)}\n</main>\n</body>\n</html>\n"
     )
 
@@ -64,7 +65,10 @@ def _scores(rows: dict[str, Scores], found: CalibrationReport) -> str:
     passes = {"as it was": "1", "temperature alone": "1", "now": "1" if found.chosen == "none" else str(found.draws)}
     lines = []
     for title, scores in rows.items():
-        cells = [f"{scores.nll:.4f}", *("" if v is None else f"{100 * v:.1f} %" for v in (scores.ece, scores.accuracy))]
+        cells = [
+            f"{scores.nll:.4f}",
+            *("" if v is None else f"{100 * v:.1f} %" for v in (scores.shown_ece, scores.accuracy)),
+        ]
         values = "".join(f"<td>{cell}</td>" for cell in [*cells, passes[title]])
         lines.append(f'<tr><th scope="row">{title}</th>{values}</tr>')
     head = "".join(f'<th scope="col">{name}</th>' for name in ("", "NLL", "ECE", "accuracy", "draws"))
