@@ -40,23 +40,34 @@ _FITTED = (
 )
 #: Temperatures of the draws that are tried, as multiples of that of the mean network; and 1.
 _DRAW_TEMPERATURES = (0.7, 1.0, 1.4, 2.0, 2.8)
+_KEPT = 2**24  # numbers of drawn layers that are held at a time
 _VALUES = 2**22  # numbers that temperatures are fitted to: a few dense predictions have as many labels as are needed
 
 
 class ScaledFrame(Frame):
-    """A draw whose deviations from the mean are multiplied by a factor at each site."""
+    """A draw whose deviations from the mean are multiplied by a factor at each site.
 
-    def __init__(self, network: PatchedNetwork, draw: NetworkDraw, factors: Mapping[Site, Tensor]) -> None:
+    keep   hold the values of these sites, for the next batch.
+    """
+
+    def __init__(
+        self, network: PatchedNetwork, draw: NetworkDraw, factors: Mapping[Site, Tensor], keep: bool = False
+    ) -> None:
         super().__init__(network, draw, running=True)
-        self._factors = factors
+        self._factors, self._keep, self._kept = factors, keep, dict[tuple[Site, str], Tensor]()
 
     def value(self, site: Site, name: str) -> Tensor:
+        if (kept := self._kept.get((site, name))) is not None:
+            return kept
         value = super().value(site, name)
         factor = self._factors.get(site)
         if factor is None or not value.is_floating_point():
             return value
         mean = site.posterior.mean()[name].detach()
-        return mean + factor.to(mean) * (value.detach() - mean)
+        scaled = mean + factor.to(mean) * (value.detach() - mean)
+        if self._keep:
+            self._kept[site, name] = scaled
+        return scaled
 
 
 @dataclass
@@ -138,6 +149,8 @@ class SpreadSearch:
         self.depths = {site: i / (number - 1) - 0.5 if number > 1 else 0.0 for i, site in enumerate(self.sites)}
         made = Draws.stratified(model, draws)  # those that `predict` makes
         self.pool = [made.network_draw(which, network.device) for which in range(draws)]
+        numbers = sum(p.numel() for site in self.sites for p in site.posterior.mean().values())
+        self._small = draws * numbers <= _KEPT
         self.tried, self.tries = list(tried), tries
         self._ahead = 0.0  # of the spread that the network has, in nats of all examples
         self._looking = view is None and draws > 1  # for what lies before the first site: paid here
@@ -249,14 +262,15 @@ class SpreadSearch:
         averages: dict[float, list[Average]] = {t: [] for t in self.draw_temperatures}
         targets: list[Tensor] = []
         device, held = self.network.device, 0
+        frames = [ScaledFrame(self.network, draw, factors, self._small) for draw in self.pool]
         with evaluating(self.model), self._scaled_in_place(factors):
             for inputs, wanted in self.held_out.first(examples).batches:
                 inputs, wanted = to_device(inputs, device), wanted.to(device or "cpu")
                 outputs = []
                 with self._prefix_kept(inputs):
-                    for which, draw in enumerate(self.pool):
+                    for which, frame in enumerate(frames):
                         seen = inputs if self.view is None else self.view(inputs, which)
-                        with pushed(ScaledFrame(self.network, draw, factors)):
+                        with pushed(frame):
                             outputs.append(self.output(call(self.model, seen)))
                 stacked = torch.stack(outputs).float()
                 for t, some in averages.items():
