@@ -12,8 +12,8 @@ Contestants: "plain" (the original network, temperature scaling, `bayesianize_`)
 Where there are several rates or levels of noise, all are trained with the first seed, and the one with the least NLL on its
 held-out examples, in its better form, is trained with the others. The record keeps what was found.
 
-With --reuse, the results of the kinds that it names are those of the record that is there, which were made by the same code;
-the new record says from which commit they are. All else is trained.
+With --reuse, the results of the kinds that it names are those of the record that is there, of the seeds that it has, which
+were made by the same code; the new record says from which commit they are. All else is trained.
 
 Each result is kept in --work as it comes, so that a stopped run goes on. At the end results/regime_<regime>.json is written;
 for "fashion" also the record that the demo shows. With --members, ensembles alone are trained, into
@@ -45,6 +45,8 @@ from patchbayes.files import write_atomically
 from patchbayes.nets import small_resnet
 
 DEMO = RESULTS.parent / "src" / "patchbayes" / "cli" / RECORD
+#: What --reuse can name.
+KINDS = ("plain", "dropout", "mixed")
 Results = dict[str, dict[str, Any]]
 
 
@@ -138,7 +140,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--data-dir", help="where the data lies")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "from_scratch")
-    parser.add_argument("--reuse", nargs="+", choices=("plain", "dropout"), default=[], help="of the present record")
+    parser.add_argument("--reuse", nargs="+", choices=KINDS, default=[], help="of the present record")
     parser.add_argument("--only-train", action="store_true", help="write no record yet")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -149,12 +151,13 @@ def main() -> None:
     options.work.mkdir(parents=True, exist_ok=True)
     made: dict[int, Any] = {}
     present = json.loads((RESULTS / f"regime_{options.regime}.json").read_text()) if options.reuse else {}
-    if present and (present["epochs"], present["seed_numbers"]) != (epochs, options.seeds):
-        raise SystemExit("--reuse: the present record has other epochs or seeds")
+    known: list[int] = present.get("seed_numbers", [])
+    if present and (present["epochs"] != epochs or first not in known):
+        raise SystemExit("--reuse: the present record has other epochs or another first seed")
 
     def result(contestant: str, seed: int) -> dict[str, Any]:
-        if contestant.partition(":")[0] in options.reuse:
-            return dict(present["seeds"][options.seeds.index(seed)][contestant])
+        if contestant.partition(":")[0] in options.reuse and seed in known:
+            return dict(present["seeds"][known.index(seed)][contestant])
         file = options.work / f"{options.regime}_{epochs}_{seed}_{contestant.replace(':', '-')}.json"
         if not file.exists():
             if seed not in made:
@@ -170,13 +173,12 @@ def main() -> None:
         content = {"epochs": epochs, "members": options.members, "seed_numbers": options.seeds, "seeds": ensembles}
         print(f"wrote {write_record(f'ensemble_{options.regime}', content)}")
         return
-    if "dropout" in options.reuse:
-        rates = {float(rate): nll for rate, nll in present["search"]["dropout"].items()}
-    else:
-        rates = {rate: held_out(result(f"dropout:{rate:g}", first)) for rate in options.rates or regime.rates}
+    levels = {"dropout": options.rates or regime.rates, "mixed": options.noises or regime.noises}
     search = {
-        "dropout": rates,
-        "mixed": {noise: held_out(result(f"mixed:{noise:g}", first)) for noise in options.noises or regime.noises},
+        kind: {float(level): nll for level, nll in present["search"][kind].items()}
+        if kind in options.reuse
+        else {level: held_out(result(f"{kind}:{level:g}", first)) for level in some}
+        for kind, some in levels.items()
     }
     rate, noise = (min(found, key=found.__getitem__) for found in search.values())
     contestants = ["plain", f"mixed:{noise:g}", f"dropout:{rate:g}"]
