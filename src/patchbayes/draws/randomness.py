@@ -9,6 +9,7 @@ cannot trace explicit generators.
 
 from collections.abc import Callable
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -56,10 +57,11 @@ def bernoulli_like(like: Tensor, key: Tensor, keep: float | Tensor) -> Tensor:
 
 
 def coarse_bernoulli_like(like: Tensor, key: Tensor, keep: float) -> Tensor:
-    """As `bernoulli_like`, with other bits, and `keep` rounded to a multiple of 2**-16, and each one divided by that.
+    """As `bernoulli_like`, with other bits, and `keep` rounded to a multiple of 2**-8 where that changes the rate 1 - keep by at
+    most 2 %, else of 2**-16, and each one divided by that.
 
-    On a CPU four elements share a random number of 64 bits: six times faster than `torch.Tensor.bernoulli_`, which takes longer
-    for the activations of a small convolution than the convolution does.
+    On a CPU eight or four elements share a random number of 64 bits, of NumPy's SFC64: ten times faster than
+    `torch.Tensor.bernoulli_`, which takes longer for the activations of a small convolution than the convolution does.
     """
     return (_coarse_op if torch.compiler.is_compiling() else _coarse)(like.detach(), key, keep)
 
@@ -127,16 +129,16 @@ def _bernoulli(like: Tensor, key: Tensor, keep: float) -> Tensor:
 def _coarse(like: Tensor, key: Tensor, keep: float) -> Tensor:
     if key.dim():
         return _by_row(_coarse, like, key, keep)
-    level = max(1, round(keep * 2**16))
+    bits, integer = (8, torch.int8) if abs(round(keep * 2**8) / 2**8 - keep) <= 0.02 * (1 - keep) else (16, torch.int16)
+    level = max(1, round(keep * 2**bits))
     if like.device.type != "cpu":
-        return _bernoulli(like, key, level / 2**16).div_(level / 2**16)
-    words = torch.empty(-(-like.numel() // 4), dtype=torch.int64)
-    words.random_(-(2**63), None, generator=_generator(key, like.device))
+        return _bernoulli(like, key, level / 2**bits).div_(level / 2**bits)
+    if level == 2**bits:
+        return torch.ones(like.shape, dtype=like.dtype)
+    words = numpy.random.SFC64(int(key) % 2**64).random_raw(-(-like.numel() * bits // 64))
+    kept = torch.from_numpy(words).view(integer)[: like.numel()].lt_(level - 2 ** (bits - 1))  # small while it can be
     wide = torch.float64 if like.dtype == torch.float64 else torch.float32
-    uniform = (
-        words.view(torch.int16)[: like.numel()].view(like.shape).to(wide)
-    )  # in place from here on: memory is what costs
-    return uniform.lt_(level - 2**15).mul_(2**16 / level).to(like.dtype)
+    return kept.view(like.shape).to(wide).mul_(2**bits / level).to(like.dtype)
 
 
 def _bernoulli_of(like: Tensor, key: Tensor, keep: Tensor) -> Tensor:

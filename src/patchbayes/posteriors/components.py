@@ -66,6 +66,9 @@ class MixturePosterior(Posterior):
         self.num_components = method.components
         self.components = nn.ParameterDict()
         self._places, self._num_groups = self._lay_out()
+        # Vectors whose elements draw for themselves are picked in one operation, with one more in the backward pass.
+        alone = method.tie == "element" and not method.zero
+        self._flat = {name for name in self._places if alone and len(self._shapes[name]) == 1}
         self._fresh = initialized_again(layer, method.components - 1, generator) if method.init == "independent" else []
         p = method.probabilities
         self._log_p = None if p is None else torch.tensor(p, dtype=torch.float64).log()
@@ -181,6 +184,10 @@ class MixturePosterior(Posterior):
 
         stored   (K, *shape), to pick from something else that every component has.
         """
+        if stored is None and indices.dim() == 1 and name in self._flat:
+            flat, (first, number) = self.components[name], self._places[name]
+            places = torch.arange(number, device=flat.device)
+            return flat.index_select(0, places.add(indices[first : first + number].to(flat.device), alpha=number))
         stored = self.stored(name) if stored is None else stored
         if name not in self._places:
             return stored[0].expand(*indices.shape[:-1], *stored.shape[1:])
