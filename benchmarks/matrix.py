@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import patchbayes as pb
-from patchbayes.prediction.batches import as_tensor
+from patchbayes.patching.selection import as_tensor
 
 #: Pixels of images for networks that take any size.
 SIZE = 64

@@ -14,7 +14,7 @@ from patchbayes.bayesianizing.tries import Tried
 from patchbayes.likelihoods import Categorical
 from patchbayes.patching.network import network_of
 from patchbayes.posteriors import Spread
-from patchbayes.prediction.batches import as_tensor
+from patchbayes.patching.selection import as_tensor
 
 Surface = Callable[[float, float], float]
 

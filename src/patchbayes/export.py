@@ -23,7 +23,8 @@ from .files import write_atomically
 from .likelihoods import Likelihood, checked_likelihood
 from .likelihoods.likelihood import tempered
 from .patching.network import PatchedNetwork, network_of
-from .prediction.batches import as_tensor, on_device
+from .patching.selection import as_tensor
+from .prediction.batches import on_device
 from .prediction.engine import Engine
 from .prediction.engine.classes import Chosen
 from .prediction.engine.execution import Execution

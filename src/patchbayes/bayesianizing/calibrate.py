@@ -15,9 +15,8 @@ from ..likelihoods import Likelihood, checked_likelihood
 from ..patching.drawing import hold
 from ..patching.frames import MEAN
 from ..patching.network import PatchedNetwork, Site
-from ..patching.selection import call, evaluating
+from ..patching.selection import as_tensor, call, evaluating
 from ..prediction import predict_batches
-from ..prediction.batches import as_tensor
 from ..views import Views, as_views
 from .held_out import HeldOut, Select, select_for, to_device
 from .progress import shown

@@ -15,11 +15,10 @@ from ..patching.checkpoint import patch_tensors, remember_given_
 from ..patching.network import Site, network_of
 from ..patching.patch import is_patched, patch_, patched_sites, unpatch_
 from ..patching.report import PatchReport
-from ..patching.selection import Sites
+from ..patching.selection import Sites, as_tensor
 from ..posteriors.method import Method
 from ..posteriors.rank_one import RankOne
 from ..posteriors.spread import Spread
-from ..prediction.batches import as_tensor
 from ..views import Views
 from .calibrate import BATCH, Calibration, affordable_examples, check_numbers
 from .held_out import HeldOut, Select, select_for, to_device

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..errors import PatchbayesError
 from ..likelihoods import Likelihood, checked_likelihood
 from ..patching.network import PatchedNetwork, root_of
-from ..prediction.batches import as_tensor
+from ..patching.selection import as_tensor
 from .calibrate import BATCH, Calibration
 from .held_out import HeldOut, Select, select_for
 from .score import Average, best_temperature, scores

@@ -18,6 +18,7 @@ from ..posteriors.method import Method
 from ..posteriors.posterior import Posterior, own_parameters
 from ..prior import LearnedPrior, Prior
 from .drawing import check_functions, hold
+from .folding import check_foldable, fold_temperature_
 from .frames import MEAN
 from .network import PatchedNetwork, Site, network_of, own_network, site_of
 from .report import PatchReport, number_of_parameters, report_on
@@ -89,21 +90,30 @@ def patch_(
     return report_on(model, network, added, before, plan.skipped, plan.notes)
 
 
-def unpatch_(model: nn.Module, keep: int | Literal["mean"] | Draws = 0) -> None:
+def unpatch_(model: nn.Module, keep: int | Literal["mean"] | Draws = 0, *, example_input: Any = None) -> None:
     """Turn a patched network back into an ordinary one, in place.
 
-    keep   which network to leave: the number of a component (0 is the network that was patched, bit for bit if untrained
-           and not started from another `norm_scale`), "mean" for the mean of every parameter, or one draw, a `Draws` of
-           length 1. Running statistics kept for each component are chosen, or averaged, alike.
+    keep           which network to leave: the number of a component (0 is the network that was patched, bit for bit if
+                   untrained and not started from another `norm_scale`), "mean" for the mean of every parameter, or one draw, a
+                   `Draws` of length 1. Running statistics kept for each component are chosen, or averaged, alike.
+    example_input  with keep="mean", of a classifier that `calibrate_` or `bayesianize_` has calibrated: inputs that find the
+                   output layer, which is divided by the temperature of the mean network. The softmax of model(x) is then what
+                   predict(model, x, draws="mean") gave. Without it, the temperature is lost. After an error the network is
+                   as it was.
     """
     network = network_of(model)
     if own_network(model) is None:
         raise NotPatched("unpatch_: call it on the network that was patched, not on a module that holds it.")
+    if example_input is not None:
+        check_foldable(network.likelihood, keep)
     with torch.no_grad():
         plan = [(site, _collapsed(network, site, keep)) for site in network.sites]
-    for site, values in plan:
-        remove_site_(site, values)
-    remove_root_(model)
+    with untouched_on_error(model) if example_input is not None else contextlib.nullcontext():
+        for site, values in plan:
+            remove_site_(site, values)
+        remove_root_(model)
+        if example_input is not None:
+            fold_temperature_(model, float(network.likelihood.mean_temperature), example_input)
 
 
 def is_patched(model: nn.Module) -> bool:

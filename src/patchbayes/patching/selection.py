@@ -4,7 +4,7 @@ import contextlib
 import copy
 import fnmatch
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -197,6 +197,22 @@ def call(model: nn.Module, inputs: Any) -> Any:
     if hasattr(inputs, "keys") and hasattr(inputs, "__getitem__"):
         return model(**{key: inputs[key] for key in inputs.keys()})  # noqa: SIM118
     return model(inputs)
+
+
+def as_tensor(value: Any) -> Tensor:
+    """A network's output: the tensor itself, its `.logits` or its ["logits"]."""
+    found = value if isinstance(value, Tensor) else getattr(value, "logits", None)
+    if found is None and isinstance(value, Mapping):
+        found = value.get("logits")
+    if isinstance(found, Tensor):
+        return found
+    given = f"a {type(value).__name__}"
+    if isinstance(value, Mapping):
+        given += f" with the keys {', '.join(map(repr, value))}"
+    raise PatchbayesError(
+        f'the network returns {given}; expected a tensor, or one as .logits or ["logits"].\n'
+        "  do       pass output=lambda y: y[...] that picks it."
+    )
 
 
 def _take(chosen: Selection, name: str, module: nn.Module) -> None:

@@ -53,22 +53,6 @@ def batch_size(batch: Any) -> int:
     return sizes[0]
 
 
-def as_tensor(value: Any) -> Tensor:
-    """A network's output: the tensor itself, its `.logits` or its ["logits"]."""
-    found = value if isinstance(value, Tensor) else getattr(value, "logits", None)
-    if found is None and isinstance(value, Mapping):
-        found = value.get("logits")
-    if isinstance(found, Tensor):
-        return found
-    given = f"a {type(value).__name__}"
-    if isinstance(value, Mapping):
-        given += f" with the keys {', '.join(map(repr, value))}"
-    raise PatchbayesError(
-        f'the network returns {given}; expected a tensor, or one as .logits or ["logits"].\n'
-        "  do       pass output=lambda y: y[...] that picks it."
-    )
-
-
 def progress(some: Iterator[Any], inputs: Any) -> Iterator[Any]:
     """The batches, with their number on the terminal where there is one and more than one batch."""
     if not sys.stderr.isatty() or is_batch(inputs):

@@ -15,11 +15,12 @@ from ..errors import PatchbayesError
 from ..likelihoods import Categorical, Likelihood, checked_likelihood
 from ..patching.network import PatchedNetwork, network_of
 from ..patching.patch import is_patched
+from ..patching.selection import as_tensor
 from ..patching.sharding import refuse_sharded
 from ..views import Views
 from .adaptive import until_sure
 from .averages import Statistics, average
-from .batches import as_tensor, batch_size, batches, is_batch, on_device, progress
+from .batches import batch_size, batches, is_batch, on_device, progress
 from .engine import Engine
 from .loop import at_rest, mean_pass, same_random_state, undisturbed
 from .mc_dropout import dropout_passes
