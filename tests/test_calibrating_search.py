@@ -13,8 +13,8 @@ from patchbayes.bayesianizing.spread import SpreadSearch
 from patchbayes.bayesianizing.tries import Tried
 from patchbayes.likelihoods import Categorical
 from patchbayes.patching.network import network_of
-from patchbayes.posteriors import Spread
 from patchbayes.patching.selection import as_tensor
+from patchbayes.posteriors import Spread
 
 Surface = Callable[[float, float], float]
 

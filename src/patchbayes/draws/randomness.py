@@ -57,8 +57,8 @@ def bernoulli_like(like: Tensor, key: Tensor, keep: float | Tensor) -> Tensor:
 
 
 def coarse_bernoulli_like(like: Tensor, key: Tensor, keep: float) -> Tensor:
-    """As `bernoulli_like`, with other bits, and `keep` rounded to a multiple of 2**-8 where that changes the rate 1 - keep by at
-    most 2 %, else of 2**-16, and each one divided by that.
+    """As `bernoulli_like`, with other bits, and `keep` rounded to a multiple of 2**-8 where that changes the rate, 1 - keep, by
+    at most 2 %, else of 2**-16, and each one divided by that.
 
     On a CPU eight or four elements share a random number of 64 bits, of NumPy's SFC64: ten times faster than
     `torch.Tensor.bernoulli_`, which takes longer for the activations of a small convolution than the convolution does.

@@ -18,8 +18,8 @@ def check_foldable(likelihood: Likelihood, keep: object) -> None:
         )
     if likelihood.offers not in ("ClassPrediction", "LabelPrediction"):
         raise PatchbayesError(
-            f"unpatch_(example_input=...): the temperature of {type(likelihood).__name__} is a factor on its variance, which no "
-            "layer holds.\n  do       leave example_input out, and multiply the variance by mean_temperature yourself."
+            f"unpatch_(example_input=...): the temperature of {type(likelihood).__name__} is a factor on its variance, which "
+            "no layer holds.\n  do       leave example_input out, and multiply the variance by mean_temperature yourself."
         )
 
 
