@@ -214,11 +214,13 @@ def held_out(result: dict[str, Any]) -> float:
     return min(float(row["held_out_nll"]) for row in result["rows"].values())
 
 
-def step_times(regime: Regime, material: Any, contestants: list[str], rounds: int = 60) -> dict[str, float]:
-    """Processor time of a training step in units of the plain network's: the median over rounds in which all take turns."""
+def step_times(regime: Regime, material: Any, contestants: list[str], seconds: float = 40.0) -> dict[str, float]:
+    """Processor time of a training step in units of the plain network's: the median over rounds in which all take turns, at
+    least 60 of them, and for so many seconds."""
     steps = {name: regime.step(material, name) for name in contestants}
     times: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(rounds):
+    start = time.process_time()
+    while len(times["plain"]) < 60 or time.process_time() - start < seconds:
         for name, step in steps.items():
             began = time.process_time()
             step()
