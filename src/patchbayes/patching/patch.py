@@ -341,18 +341,23 @@ def _refuse_wrapped(model: nn.Module) -> None:
         )
 
 
-_watching = False
+_watching, _times_patched = False, 0
+_SEEN = "_patchbayes_seen"  # of an optimizer: the state that was looked through, and after how many calls of patch_
 
 
 def _watch_optimizers() -> None:
     """Once a process: refuse the step of an optimizer whose state still has the shape from before patching."""
-    global _watching
+    global _watching, _times_patched
+    _times_patched += 1
     if not _watching:
         _watching = True
         register_optimizer_step_pre_hook(_refuse_old_state)
 
 
 def _refuse_old_state(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    seen = optimizer.__dict__.get(_SEEN)
+    if seen is not None and seen[0] is optimizer.state and seen[1] == _times_patched:
+        return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             before = parameter.__dict__.get("_patchbayes_shape_before")
@@ -365,3 +370,7 @@ def _refuse_old_state(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any
                         f"{before}, the patched parameter {tuple(parameter.shape)}.\n"
                         f"  do       make the optimizer anew after patch_(model, ...)."
                     )
+    if (
+        optimizer.state
+    ):  # what it holds now is of today's shapes, and stays so until it is loaded or a network is patched
+        optimizer.__dict__[_SEEN] = (optimizer.state, _times_patched)

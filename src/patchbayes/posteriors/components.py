@@ -66,6 +66,7 @@ class MixturePosterior(Posterior):
         self.num_components = method.components
         self.components = nn.ParameterDict()
         self._places, self._num_groups = self._lay_out()
+        self._groups = Groups(self._num_groups, method.outcomes) if self._num_groups else None
         # Vectors whose elements draw for themselves are picked in one operation, with one more in the backward pass.
         alone = method.tie == "element" and not method.zero
         self._flat = {name for name in self._places if alone and len(self._shapes[name]) == 1}
@@ -99,7 +100,7 @@ class MixturePosterior(Posterior):
     def groups(self) -> Groups | None:
         if self.method.tie == "network":
             return Groups(1, self.method.outcomes, "network") if self.method.outcomes > 1 else None
-        return Groups(self._num_groups, self.method.outcomes) if self._num_groups else None
+        return self._groups
 
     def log_p(self) -> Tensor | None:
         return torch.log_softmax(self.logits.double(), 0) if self.learns_law else self._log_p
