@@ -10,11 +10,9 @@ from torch import nn
 import patchbayes as pb
 from calibrated_networks import batches, classifier, inputs, labels_from, nll
 from patchbayes.bayesianizing.score import Average, best_temperature
-from patchbayes.bayesianizing.spread import ScaledFrame, scalable_sites
 from patchbayes.draws.draws import Draws
 from patchbayes.errors import PatchbayesError
 from patchbayes.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian
-from patchbayes.patching.frames import pushed
 from patchbayes.patching.network import network_of
 from patchbayes.posteriors import LowRank, Spread
 from patchbayes.views import mirror
@@ -124,25 +122,6 @@ def test_the_same_seed_gives_the_same_network() -> None:
     assert all(torch.equal(a, b) for a, b in zip(found[0], found[1], strict=True))
     assert reports[0].temperature == reports[1].temperature
     assert reports[0].losses == reports[1].losses != reports[2].losses
-
-
-def test_a_scaled_draw_is_the_draw_of_the_scaled_network() -> None:
-    net, x = classifier(), inputs(5)
-    pb.patch_(net, {"0": Spread(size=0.2), "2": pb.ECMP(3, jitter=0.2), "4": pb.posteriors.MeanField(0.1)})
-    network = network_of(net)
-    sites = scalable_sites(network)
-    assert [site.name for site in sites] == ["0", "2", "4"]
-    draw = Draws.stratified(net, 3)[1].network_draw(0)
-    factors = {site: torch.tensor(f, requires_grad=True) for site, f in zip(sites, (0.5, 2.0, 1.5), strict=True)}
-    with pushed(ScaledFrame(network, draw, factors)):
-        scaled = net(x)
-    scaled.sum().backward()
-    assert all(factor.grad is not None and float(factor.grad) != 0 for factor in factors.values())
-    for site, factor in factors.items():
-        site.posterior.scale_spread_(factor.item())
-    with pb.use_draw(net, Draws.stratified(net, 3)[1]):
-        again = net(x)
-    assert torch.allclose(scaled, again, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["classes", "labels", "numbers", "varying", "dense"])

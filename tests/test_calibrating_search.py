@@ -8,10 +8,13 @@ import torch
 from torch import nn
 
 import patchbayes as pb
+from calibrated_networks import classifier, inputs
 from patchbayes.bayesianizing.held_out import HeldOut
-from patchbayes.bayesianizing.spread import SpreadSearch
+from patchbayes.bayesianizing.spread import ScaledFrame, SpreadSearch, scalable_sites
 from patchbayes.bayesianizing.tries import Tried
+from patchbayes.draws.draws import Draws
 from patchbayes.likelihoods import Categorical
+from patchbayes.patching.frames import pushed
 from patchbayes.patching.network import network_of
 from patchbayes.patching.selection import as_tensor
 from patchbayes.posteriors import Spread
@@ -69,3 +72,40 @@ def test_a_place_that_is_known_is_not_tried_again(monkeypatch: pytest.MonkeyPatc
     found.run()
     last = [(one.level, one.slope) for one in found.tried if one.examples == found.tried[-1].examples]
     assert len(set(last)) == len(last)
+
+
+def test_a_scaled_draw_is_the_draw_of_the_scaled_network() -> None:
+    net, x = classifier(), inputs(5)
+    pb.patch_(net, {"0": Spread(size=0.2), "2": pb.ECMP(3, jitter=0.2), "4": pb.posteriors.MeanField(0.1)})
+    network = network_of(net)
+    sites = scalable_sites(network)
+    assert [site.name for site in sites] == ["0", "2", "4"]
+    draw = Draws.stratified(net, 3)[1].network_draw(0)
+    factors = {site: torch.tensor(f, requires_grad=True) for site, f in zip(sites, (0.5, 2.0, 1.5), strict=True)}
+    with pushed(ScaledFrame(network, draw, factors)):
+        scaled = net(x)
+    scaled.sum().backward()
+    assert all(factor.grad is not None and float(factor.grad) != 0 for factor in factors.values())
+    for site, factor in factors.items():
+        site.posterior.scale_spread_(factor.item())
+    with pb.use_draw(net, Draws.stratified(net, 3)[1]):
+        again = net(x)
+    assert torch.allclose(scaled, again, atol=1e-5)
+
+
+def test_a_scaled_draw_that_is_kept_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, x = classifier(), inputs(5)
+    pb.patch_(net, {"0": Spread(size=0.2), "2": Spread(size=0.1)})
+    network = network_of(net)
+    draw = Draws.stratified(net, 3)[1].network_draw(0)
+    factors = {site: torch.tensor(2.0) for site in network.sites}
+    with pushed(ScaledFrame(network, draw, factors)):
+        expected = net(x)
+    made = []
+    whole = type(network.sites[0].posterior).realize
+    monkeypatch.setattr(type(network.sites[0].posterior), "realize", lambda own, d: made.append(own) or whole(own, d))
+    frame = ScaledFrame(network, draw, factors, keep=True)
+    for _ in range(3):
+        with pushed(frame):
+            assert torch.equal(net(x), expected)
+    assert len(made) == 2
