@@ -14,6 +14,7 @@ trained patches, Laplace) see at most 5,000 training images once: no rival is gi
 """
 
 import copy
+import functools
 import json
 import math
 import time
@@ -39,6 +40,8 @@ from patchbayes import metrics, views
 FEW = 300
 OURS, MEAN, VIEWED = "bayesianize_", "bayesianize_, its mean network", "bayesianize_ on ten views"
 SIZES, RATES = (0.03, 0.06, 0.1, 0.16), (0.005, 0.015, 0.04, 0.1)
+#: Of SWAG and trained patches: 0.01 is too fast for some trained networks.
+LEARNING_RATES = (0.01, 0.001)
 
 Predict = Callable[[Tensor], Tensor]
 
@@ -72,6 +75,7 @@ class Material:
             found = make(value)(x)
             return metrics.nll(metrics.apply_temperature(found, metrics.fit_temperature(found, y)), y)
 
+        make = functools.cache(make)
         value = min(values, key=loss)
         return value, make(value)
 
@@ -104,8 +108,8 @@ def _train(
     model: nn.Module,
     material: Material,
     parameters: list[nn.Parameter],
+    rate: float,
     weight: Tensor | None = None,
-    rate: float = 0.01,
 ) -> Iterable[int]:
     """SGD over the training images once, with the running statistics as they are; the number of each step."""
     x, y = material.training
@@ -184,7 +188,7 @@ def abnn(material: Material) -> Predict:
         weight = torch.ones(classes)
         weight[torch.randperm(classes, generator=generator)[: int(classes**0.5)]] += 4.0
         model.train()
-        for _ in _train(model, material, [p for m in adapters for p in m.parameters()], weight, 0.005):
+        for _ in _train(model, material, [p for m in adapters for p in m.parameters()], 0.005, weight):
             pass
         members.append(model.eval())
     torch.manual_seed(material.seed)
@@ -192,34 +196,37 @@ def abnn(material: Material) -> Predict:
 
 
 def swag(material: Material) -> Predict:
-    model = material.copied()
-    parameters = [p for module in _norms(model) for p in module.parameters()]
-    steps = math.ceil(len(material.training[0]) / BATCH)
-    snapshots = [
-        nn.utils.parameters_to_vector(parameters).detach().clone()
-        for step in _train(model, material, parameters)
-        if step % max(1, steps // DRAWS) == 0
-    ]
-    way = torch.stack(snapshots)
-    mean, away = way.mean(0), way - way.mean(0)
-    deviation = away.square().mean(0).sqrt()
-    generator = material.generator()
-    drawn = [
-        mean
-        + (
-            deviation * torch.randn(mean.shape, generator=generator)
-            + torch.randn(len(way), generator=generator) @ away / math.sqrt(len(way) - 1)
-        )
-        / math.sqrt(2)
-        for _ in range(DRAWS)
-    ]
+    def make(rate: float) -> Predict:
+        model = material.copied()
+        parameters = [p for module in _norms(model) for p in module.parameters()]
+        steps = math.ceil(len(material.training[0]) / BATCH)
+        snapshots = [
+            nn.utils.parameters_to_vector(parameters).detach().clone()
+            for step in _train(model, material, parameters, rate)
+            if step % max(1, steps // DRAWS) == 0
+        ]
+        way = torch.stack(snapshots)
+        mean, away = way.mean(0), way - way.mean(0)
+        deviation = away.square().mean(0).sqrt()
+        generator = material.generator()
+        drawn = [
+            mean
+            + (
+                deviation * torch.randn(mean.shape, generator=generator)
+                + torch.randn(len(way), generator=generator) @ away / math.sqrt(len(way) - 1)
+            )
+            / math.sqrt(2)
+            for _ in range(DRAWS)
+        ]
 
-    def passes() -> Iterable[nn.Module]:
-        for values in drawn:
-            nn.utils.vector_to_parameters(values, parameters)
-            yield model.eval()
+        def passes() -> Iterable[nn.Module]:
+            for values in drawn:
+                nn.utils.vector_to_parameters(values, parameters)
+                yield model.eval()
 
-    return material.fitted(averaged(passes))
+        return averaged(passes)
+
+    return material.fitted(material.best(make, LEARNING_RATES)[1])
 
 
 def noise(material: Material) -> Predict:
@@ -261,16 +268,18 @@ def dropout(material: Material) -> Predict:
 
 
 def trained_mean(material: Material) -> Predict:
-    model = material.copied()
-    pb.patch_(model, pb.ECMP(5, jitter=0.1), "norm", generator=material.generator())
-    patches = [p for site in pb.patched_sites(model).values() for p in site.parameters().values()]
-    model.train()
-    for module in _norms(model):
-        module.eval()  # the running statistics stay
-    for _ in _train(model, material, patches):
-        pass
-    model.eval()
-    return material.fitted(plain(model))
+    def make(rate: float) -> Predict:
+        model = material.copied()
+        pb.patch_(model, pb.ECMP(5, jitter=0.1), "norm", generator=material.generator())
+        patches = [p for site in pb.patched_sites(model).values() for p in site.parameters().values()]
+        model.train()
+        for module in _norms(model):
+            module.eval()  # the running statistics stay
+        for _ in _train(model, material, patches, rate):
+            pass
+        return plain(model.eval())
+
+    return material.fitted(material.best(make, LEARNING_RATES)[1])
 
 
 @dataclass(frozen=True)
