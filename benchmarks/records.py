@@ -46,10 +46,9 @@ def _circumstances() -> dict[str, Any]:
 
 
 def _repeatable(words: list[str]) -> list[str]:
-    """The words of a command but for where interim results lay."""
-    return [
-        word for before, word in zip(["", *words], words, strict=False) if not {before, word} & {"--work", "--folder"}
-    ]
+    """The words of a command but for where data and results lay."""
+    places = {"--work", "--folder", "--data-dir", "--results"}
+    return [word for before, word in zip(["", *words], words, strict=False) if not {before, word} & places]
 
 
 def _processor() -> str:

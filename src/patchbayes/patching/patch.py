@@ -370,7 +370,5 @@ def _refuse_old_state(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any
                         f"{before}, the patched parameter {tuple(parameter.shape)}.\n"
                         f"  do       make the optimizer anew after patch_(model, ...)."
                     )
-    if (
-        optimizer.state
-    ):  # what it holds now is of today's shapes, and stays so until it is loaded or a network is patched
+    if optimizer.state:  # whose shapes stay right until a state is loaded or a network patched
         optimizer.__dict__[_SEEN] = (optimizer.state, _times_patched)
