@@ -48,6 +48,8 @@ from patchbayes.data.small_images import SMALL_CORRUPTIONS, SMALL_SEVERITIES, co
 from patchbayes.runs.robustness import fitted
 
 BATCH, DRAWS, POOL, TRAINING = 64, 20, 5000, 5000
+#: Held-out examples that are used at most; and those of the defaults.
+HELD_OUT, DEFAULT = 1500, 1200
 #: The trained small_resnet is kept here between runs.
 KEPT = RESULTS.parent / "build" / "calibration_fashion.safetensors"
 DATA = (50, 100, 300, 1000, 3000)
@@ -134,7 +136,9 @@ def scaled(subject: Subject, number: int, seen: Any = None) -> nn.Module:
 def made(subject: Subject, number: int, seed: int, **options: Any) -> tuple[nn.Module, dict[str, Any]]:
     model = copy.deepcopy(subject.network)
     worked = time.process_time()
-    report = pb.bayesianize_(model, subject.held_out(number), seed=seed, **{"draws": DRAWS, **options})
+    report = pb.bayesianize_(
+        model, subject.held_out(number), seed=seed, **{"draws": DRAWS, "examples": HELD_OUT, **options}
+    )
     print(report, flush=True)
     return model, {
         "cpu_seconds": time.process_time() - worked,
@@ -163,22 +167,24 @@ def data_curve(subject: Subject, seed: int, scored: int) -> list[dict[str, Any]]
 def budget_curve(subject: Subject, seed: int, scored: int) -> list[dict[str, Any]]:
     raw, targets = subject.scored(scored)
     x, rows = subject.inputs(raw), []
-    rival = log_probs(scaled(subject, 1500), x, "mean")
+    rival = log_probs(scaled(subject, DEFAULT), x, "mean")
     for budget in BUDGETS:
-        model, how = made(subject, 1500, seed, budget=budget)
-        rows.append({"budget": budget, **compared(log_probs(model, x, DRAWS), rival, targets), **how})
+        model, how = made(subject, DEFAULT, seed, budget=budget)
+        rows.append(
+            {"budget": budget, "held_out": DEFAULT, **compared(log_probs(model, x, DRAWS), rival, targets), **how}
+        )
     return rows
 
 
 def cost_curve(subject: Subject, seed: int, scored: int) -> list[dict[str, Any]]:
     raw, targets = subject.scored(scored)
     x = subject.inputs(raw)
-    plain = log_probs(scaled(subject, 1500), x, "mean")
+    plain = log_probs(scaled(subject, HELD_OUT), x, "mean")
     rows: list[dict[str, Any]] = [{"title": "temperature scaling", "passes_allowed": 1.0, **row(plain, targets)}]
     for cost in COSTS:
         some = {"predict_cost": cost} if cost < DRAWS else {}
         try:
-            model, how = made(subject, 1500, seed, **some)
+            model, how = made(subject, HELD_OUT, seed, **some)
         except pb.errors.PatchbayesError as error:  # the last layer alone costs more
             rows.append({"title": f"{DRAWS} draws", "passes_allowed": cost, "refused": str(error).splitlines()[0]})
             continue
@@ -186,7 +192,7 @@ def cost_curve(subject: Subject, seed: int, scored: int) -> list[dict[str, Any]]
         found = compared(log_probs(model, x, DRAWS), plain, targets) | {"passes_counted": plan.num_draws * plan.work}
         rows.append({"title": f"{DRAWS} draws", "passes_allowed": cost, **found, **how})
     for seen, passes in ((views.mirror, 2), (views.shifts(), 10)) if x.dim() == 4 else ():
-        found = log_probs(scaled(subject, 1500, seen), x, "mean", seen)
+        found = log_probs(scaled(subject, HELD_OUT, seen), x, "mean", seen)
         title = f"plain, {seen.name.partition('(')[0]}"
         rows.append({"title": title, "passes_allowed": float(passes), **compared(found, plain, targets)})
     return rows
@@ -196,8 +202,8 @@ def views_curve(subject: Subject, seed: int, scored: int) -> list[dict[str, Any]
     raw, targets = subject.scored(scored)
     x, rows = subject.inputs(raw), []
     for seen, draws in ((views.mirror, 2), (views.shifts(), 10), (views.shifts(), 20)):
-        rival = log_probs(scaled(subject, 1500, seen), x, "mean", seen)
-        model, how = made(subject, 1500, seed, draws=draws, views=seen)
+        rival = log_probs(scaled(subject, HELD_OUT, seen), x, "mean", seen)
+        model, how = made(subject, HELD_OUT, seed, draws=draws, views=seen)
         found = compared(log_probs(model, x, draws, seen), rival, targets)
         rows.append({"views": seen.name, "draws": draws, "rival_passes": len(seen), **found, **how})
     return rows
@@ -206,7 +212,7 @@ def views_curve(subject: Subject, seed: int, scored: int) -> list[dict[str, Any]
 def shift_curve(subject: Subject, seed: int, scored: int) -> dict[str, Any]:
     """NLL under corruption; how well scores tell unfamiliar images from familiar ones, and errors from right answers."""
     raw, targets = subject.scored(scored)
-    plain, (model, how) = scaled(subject, 1500), made(subject, 1500, seed)
+    plain, (model, how) = scaled(subject, HELD_OUT), made(subject, HELD_OUT, seed)
     own = copy.deepcopy(subject.network)
     ways: dict[str, Callable[[Tensor], Tensor]] = {
         "original": lambda x: log_probs(own, x, "mean"),
@@ -249,7 +255,7 @@ def _within(name: str) -> str:
 
 def _raised(subject: Subject, way: Callable[[Tensor], Tensor]) -> float:
     """By what a temperature is multiplied with a tolerance, as `calibrate_` does it, on the same held-out examples."""
-    held_out = subject.held_out(1500)
+    held_out = subject.held_out(HELD_OUT)
     averages = [Average("classes", (way(x),), None) for x, _ in held_out]
     return raised_temperature(averages, [y for _, y in held_out], 1.0, TOLERANCE)
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from calibration_curves import BATCH, DRAWS, SUBJECTS, log_probs, made
+from calibration_curves import BATCH, DRAWS, HELD_OUT, SUBJECTS, log_probs, made
 from records import commit, write_record
 from rivals import insert_dropout_
 from scoring import paired, row
@@ -326,7 +326,7 @@ def contest(networks: list[str], seeds: list[int], scored: int, folder: Path, re
         assert subject.training is not None
         x, targets = subject.scored(scored)[0], subject.scored(scored)[1]
         x = subject.inputs(x)
-        held_out = subject.held_out(1500)
+        held_out = subject.held_out(HELD_OUT)
         together = (torch.cat([part for part, _ in held_out]), torch.cat([part for _, part in held_out]))
         reference = temperature(Material(subject.network, together, subject.training, 0))(x)
 
@@ -344,11 +344,11 @@ def contest(networks: list[str], seeds: list[int], scored: int, folder: Path, re
         for seed in seeds:
             material = Material(subject.network, together, subject.training, seed)
             if wanted(OURS, seed):
-                model, how = made(subject, 1500, seed)
+                model, how = made(subject, HELD_OUT, seed)
                 keep(OURS, seed, log_probs(model, x, DRAWS), **how | {"passes": DRAWS, "trained_on": 0})
                 keep(MEAN, seed, log_probs(model, x, "mean"), passes=1, trained_on=0)
             if wanted(VIEWED, seed):
-                model, how = made(subject, 1500, seed, views=views.shifts())
+                model, how = made(subject, HELD_OUT, seed, views=views.shifts())
                 found = log_probs(model, x, DRAWS, views.shifts())
                 keep(VIEWED, seed, found, **how | {"passes": DRAWS, "trained_on": 0})
             for title, rival in RIVALS.items():

@@ -40,6 +40,7 @@ from records import RESULTS, write_record
 
 from patchbayes.cli.demo import RECORD
 from patchbayes.cli.demo_study import DRAWS, Material, contest, fashion, optimizer_of, patched
+from patchbayes.cli.memory import keep_freed_memory
 from patchbayes.data import read
 from patchbayes.files import write_atomically
 from patchbayes.nets import small_resnet
@@ -145,6 +146,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
+    keep_freed_memory()
     regime = REGIMES[options.regime]
     epochs = options.epochs or regime.epochs
     first = options.seeds[0]
@@ -216,7 +218,7 @@ def held_out(result: dict[str, Any]) -> float:
 
 def step_times(regime: Regime, material: Any, contestants: list[str], seconds: float = 40.0) -> dict[str, float]:
     """Processor time of a training step in units of the plain network's: the median over rounds in which all take turns, at
-    least 60 of them, and for so many seconds."""
+    least 60 of them, and for so many seconds. Memory is kept as the command `patchbayes` keeps it."""
     steps = {name: regime.step(material, name) for name in contestants}
     times: dict[str, list[float]] = {name: [] for name in steps}
     start = time.process_time()

@@ -2,15 +2,14 @@
 
 A ResNet-20 at 32 pixels with 20 draws, every contender in a process of its own (memory is that of the process, after the
 requests of a row), one torch thread for each request. Ratios are taken to the plain network at the same batch and number of
-clients, in the same run. The allocator keeps memory that is freed (see `ALLOCATOR`): by default glibc gives it back, and asks
-for it again page by page, which costs up to half of a prediction's time and depends on the thread.
+clients, in the same run. Freed memory is kept (`keep_freed_memory`): by default glibc gives it back, and asks for it again page
+by page, which costs up to half of a prediction's time and depends on the thread.
 
     python benchmarks/serving.py [--seconds 3] [--batch 1 32] [--clients 1 4] [--contenders plain ...] [--results FOLDER]
 """
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -29,11 +28,10 @@ from subjects import define_torchvision_operators
 from torch import Tensor, nn
 
 import patchbayes as pb
+from patchbayes.cli.memory import keep_freed_memory
 from patchbayes.nets import cifar_resnet20
 
 DRAWS = 20
-#: For the process of every contender.
-ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**30)}
 LAST = "layer3.2.bn1+layer3.2.bn2+output"
 Request = Callable[[Tensor], Any]
 
@@ -112,6 +110,7 @@ CONTENDERS: dict[str, Callable[[Tensor], Request]] = {
 def measure(name: str, sizes: Sequence[int], clients: Sequence[int], seconds: float) -> list[dict[str, Any]]:
     """Latencies of one contender, in this process: a row for every batch size and number of clients."""
     torch.set_num_threads(1)
+    keep_freed_memory()  # for every contender
     warnings.simplefilter("ignore")
     define_torchvision_operators()
     inputs = {size: torch.rand(size, 3, 32, 32) for size in sizes}
@@ -160,7 +159,7 @@ def _resident() -> int:
 def _in_a_process(name: str, sizes: Sequence[int], clients: Sequence[int], seconds: float) -> list[dict[str, Any]]:
     options = ["--batch", *map(str, sizes), "--clients", *map(str, clients), "--seconds", str(seconds)]
     command = [sys.executable, __file__, "--one", name, *options]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **ALLOCATOR})
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         return [{"name": name, "unavailable": done.stderr.strip().splitlines()[-1][:200]}]
     return json.loads(done.stdout.strip().splitlines()[-1])  # type: ignore[no-any-return]
@@ -185,7 +184,7 @@ def main(words: Sequence[str] | None = None) -> None:
             plain = [r["p50"] for r in rows if (r["name"], r.get("batch"), r.get("clients")) == ("plain", *where)]
             rows.append(row | ({"times_plain": row["p50"] / plain[0]} if plain else {}))
             print(rows[-1], flush=True)
-        written = write_record("serving", {"draws": DRAWS, "allocator": ALLOCATOR, "rows": rows}, arguments.results)
+        written = write_record("serving", {"draws": DRAWS, "rows": rows}, arguments.results)
     print("written:", written)
 
 

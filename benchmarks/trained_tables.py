@@ -37,7 +37,8 @@ def bayesianize(records: list[dict[str, Any]]) -> str:
     seeds = ", ".join(str(seed) for seed in sorted({record["seed"] for record in records}))
     lines += [
         "",
-        "`bayesianize_` as it is by default: no training, no views. Of the test images 0-4999, 1,500 at random choose spread "
+        "`bayesianize_` as it is by default: no training, no views. Of the test images 0-4999, "
+        f"{records[0]['settings']['examples']:,} at random choose spread "
         "and temperatures (the rival's temperature is fitted to all 5,000); 5000-9999 are scored. Mean over the seeds "
         f"{seeds}, ± the largest distance from it; the floor is what a perfectly calibrated network scores by chance. It "
         f"takes, in time of the processor, {'; '.join(times)}. Measured {_where(records)}. Command: "
@@ -90,8 +91,9 @@ def on_views(record: dict[str, Any]) -> str:
         [
             *lines,
             "",
-            f"NLL at ten passes each, {scored}; both fitted to the same 1,500 held-out images. ± the standard error of the "
-            f"paired gain. Measured {circumstances(record)}. Command: `python benchmarks/bayesianize.py --views`.",
+            f"NLL at ten passes each, {scored}; both fitted to the same {record['rows'][0]['held_out']:,} held-out images. "
+            f"± the standard error of the paired gain. Measured {circumstances(record)}. Command: "
+            "`python benchmarks/bayesianize.py --views`.",
         ]
     )
 

@@ -1,6 +1,7 @@
 """The console command as a whole: help, exit codes, errors, JSON, completion; and `params`, which trains nothing."""
 
 import os
+import platform
 import re
 import shlex
 import subprocess
@@ -24,6 +25,7 @@ def python(*words, **environment):
     """A Python of its own, piped."""
     source = str(Path(patchbayes.__file__).parent.parent)
     settings = os.environ | {"PYTHONPATH": source, "OMP_NUM_THREADS": "1"} | environment
+    settings = {name: value for name, value in settings.items() if value is not None}
     return subprocess.run([sys.executable, *words], capture_output=True, text=True, env=settings, check=False)
 
 
@@ -234,3 +236,27 @@ def test_which_commands_speak_json():
     """Each of these is read as strict JSON by a test: here, or in the tests of the command."""
     speaking = {name for name in COMMANDS if "--json" in command(f"{name} --help").out}
     assert speaking == {"demo", "train", "bayesianize", "evaluate", "report", "params", "reproduce"}
+
+
+FAULTS = """
+import resource, sys, torch
+from patchbayes.cli.memory import keep_freed_memory
+kept = sys.argv[1] == "keep" and keep_freed_memory()
+def step():
+    return [torch.ones(2**20) for _ in range(4)]
+step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(20):
+    step()
+print(int(kept), resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's mallopt")
+def test_a_command_keeps_the_memory_that_a_step_frees_unless_the_environment_says_how_to_allocate():
+    none = dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"))
+    given, kept = (python("-c", FAULTS, way, **none).stdout.split() for way in ("leave", "keep"))
+    assert (given[0], kept[0]) == ("0", "1")
+    assert int(kept[1]) < 0.1 * int(given[1])
+    wished = python("-c", FAULTS, "keep", **none | {"MALLOC_TRIM_THRESHOLD_": "131072"})
+    assert wished.stdout.split()[0] == "0"

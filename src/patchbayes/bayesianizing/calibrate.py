@@ -44,7 +44,7 @@ def calibrate_(
     draws: int = 20,
     spread: Literal["learn", "keep"] = "learn",
     budget: int = 40_000,
-    examples: int = 1500,
+    examples: int = 1200,
     likelihood: Likelihood | None = None,
     seed: int = 0,
     select: Select | None = None,

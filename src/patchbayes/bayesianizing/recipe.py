@@ -50,7 +50,7 @@ def bayesianize_(
     predict_cost: float | None = None,
     draws: int = 20,
     budget: int = 40_000,
-    examples: int = 1500,
+    examples: int = 1200,
     likelihood: Likelihood | None = None,
     seed: int = 0,
     select: Select | None = None,

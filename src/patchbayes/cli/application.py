@@ -11,6 +11,7 @@ from .bayesianize import bayesianize
 from .console import warn
 from .demo import demo
 from .evaluate import evaluate
+from .memory import keep_freed_memory
 from .params import params
 from .predict import predict
 from .report import report
@@ -89,6 +90,7 @@ def run() -> None:
 
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `patchbayes ... | head` ends quietly
+    keep_freed_memory()
     try:
         application(prog_name="patchbayes")
     except KeyboardInterrupt:
