@@ -218,7 +218,7 @@ def test_ctrl_c_while_layers_are_compared_keeps_the_best_until_then(
     assert pb.is_patched(net)
     assert float(network_of(net).likelihood.temperature) == report.temperature
     if tries == 1:
-        assert {one.layers for one in report.tried} == {"norm layers"}
+        assert {one.layers for one in report.tried} == {"norm and first layers"}
 
 
 def test_modes_and_frozen_flags_come_back() -> None:

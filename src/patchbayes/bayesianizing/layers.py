@@ -47,13 +47,12 @@ def candidate_layers(
     predict_cost: float | None,
     draws: int,
 ) -> dict[str, Layers]:
-    """Sets of layers by their titles: norm layers; convolution and linear layers from the start of the network, as many as
-    stay within the limit; where that is not all of them, all, the large ones with the `small` method. With a `predict_cost`,
-    those from the end of the network.
+    """Sets of layers by their titles: norm layers and the first convolution and linear layers, as many of these as stay within
+    200 kB (their elements are drawn one by one: more would make single predictions slow); convolution and linear layers from
+    the start of the network, as many as stay within the limit; where that is not all of them, all, the large ones with the
+    `small` method. With a `predict_cost`, those from the end of the network.
 
-    Many norms need no rival: in deep networks they are the better place, together with the first convolution or linear
-    layers, as many as stay within 200 kB (their elements are drawn one by one: more would make single predictions slow). Fewer
-    than three are none.
+    Many norms need no rival: in deep networks they are the better place. Fewer than three are none.
 
     limit   of bytes that a patch takes; a layer whose own values stay where they are (`Spread`) counts with its size. Without a
             `small` method, the first layer is taken whatever its size.
@@ -65,11 +64,14 @@ def candidate_layers(
             LAST: _first(model, order, limit, method) if small is None else _all(model, order, limit, method, small)
         }
     norms = [name for name, _ in executed_layers(model, example, is_norm)]
-    found = {NORMS: _first(model, norms, limit, method)} if len(norms) >= _FEW_NORMS else {}
-    if len(norms) >= _MANY_NORMS:
-        left = min(BYTES, limit - sum(_size(model, name, method) for name in found[NORMS].methods))
+    found = {}
+    if len(norms) >= _FEW_NORMS:
+        methods = _first(model, norms, limit, method).methods
+        left = min(BYTES, limit - sum(_size(model, name, method) for name in methods))
         early = _first(model, [name for name, _ in multiplying], left, method, at_least=0).methods
-        return {BOTH: Layers(found[NORMS].methods | early)} if early else found
+        found = {BOTH if early else NORMS: Layers(methods | early)}
+        if len(norms) >= _MANY_NORMS:
+            return found
     if multiplying or not found:
         order = [name for name, _ in _some(multiplying, model)]
         first = _first(model, order, limit, method)

@@ -69,9 +69,9 @@ def bayesianize_(
     method        `Spread()` by default: a number for each parameter is all that it adds. Or any method whose spread can be
                   scaled, such as ECMP(5, jitter=0.05); its jitter is where the search starts.
     sites         "auto": the norm layers, with a spread that falls with the depth, and the first convolution and linear layers
-                  in the order of execution, as many as stay within 200 kB. Where there are fewer than twelve norms, these
-                  alone, or the first layers alone, as many as stay within `patch_bytes`, or if these are not all, all of
-                  them, the large ones with `small`: the held-out data choose. Else as in `patch_`.
+                  in the order of execution, as many as stay within 200 kB. Where there are fewer than twelve norms, the
+                  held-out data choose between these, the first layers alone, as many as stay within `patch_bytes`, and, if
+                  those are not all, all of them, the large ones with `small`. Else as in `patch_`.
     small         the method of layers that are too large for the other one, where `sites` is "auto": `RankOne()` adds a few
                   numbers for each input and output of a layer; or LowRank(...). None leaves such layers out. The report
                   says which layer got it, and why.
