@@ -1,6 +1,7 @@
 """calibrate_ and bayesianize_: what they find where the answer is known, for every task."""
 
 import copy
+import dataclasses
 import math
 
 import pytest
@@ -68,6 +69,41 @@ def test_a_planted_spread_is_recovered(deviation: float) -> None:
     assert "The spread that was learned: NLL lower by" in str(report)
     assert "#" in str(report)
     assert report.after.nll < report.temperature_scaled.nll
+
+
+@pytest.mark.parametrize("unit", [1e-3, 1.0, 77.0, 1e5])
+def test_error_bars_are_right_whatever_the_unit_of_the_targets(unit: float) -> None:
+    """A precision that nobody has fitted says nothing: the noise is found where it is thousands of times larger or smaller."""
+    torch.manual_seed(0)
+    net, x = nn.Linear(6, 1).eval(), inputs(800)
+    with torch.no_grad():
+        net.weight.mul_(unit)
+        net.bias.mul_(unit)
+        y = net(x) + 0.5 * unit * torch.randn(800, 1)
+    for calibrated in (pb.calibrate_, pb.bayesianize_):
+        model = copy.deepcopy(net)
+        report = calibrated(model, batches(x[:400], y[:400]), likelihood=Gaussian(), budget=4000)
+        assert report.mean_temperature == pytest.approx((0.5 * unit) ** 2, rel=0.15)
+        assert "variance factor" in str(report)
+        bounds = pb.predict(model, x[400:], 20, keep_draws=True).interval(0.9)
+        covered = float(((y[400:] >= bounds[0]) & (y[400:] <= bounds[1])).float().mean())
+        assert 0.86 < covered < 0.94
+
+
+@pytest.mark.parametrize("number", [120, 400])
+def test_the_verdict_says_what_it_was_judged_on(number: int) -> None:
+    net, x, y = linear_model(number, 0.9)
+    pb.patch_(net, Spread(size=0.8), "all", likelihood=Gaussian(precision=4.0))
+    report = pb.calibrate_(net, batches(x, y), draws=20, budget=20_000)
+    assert report.chosen != "none"
+    assert report.judged == (0 if number == 120 else 128)
+    judged = "128 examples that it was not learned on" if report.judged else "the examples that it was learned on"
+    assert f", on {judged}." in report.verdict
+    chance = report.gain is not None and report.gain_error is not None and report.gain < 2 * report.gain_error
+    assert ("may be chance" in report.verdict) == chance
+    worse = dataclasses.replace(report, chosen="none", gain=-0.081, gain_error=0.01)
+    assert "gain in NLL -0.0810 +- 0.0100" in worse.verdict
+    assert "may be chance" in dataclasses.replace(report, gain=0.01, gain_error=0.008).verdict
 
 
 def test_no_spread_where_none_helps() -> None:
@@ -330,7 +366,7 @@ def test_keep_fits_temperatures_alone() -> None:
 def test_the_report_shows_what_was_done() -> None:
     net, x, y = linear_model(600, 0.9)
     text = str(pb.bayesianize_(net, batches(x, y), likelihood=Gaussian(precision=4.0), budget=20_000))
-    for expected in ("temperature alone", "20 draws", "work", "size", "load", "#", "NLL"):
+    for expected in ("variance factor alone", "20 draws", "work", "size", "load", "#", "NLL"):
         assert expected in text
 
 

@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from patchbayes.bayesianizing.held_out import HeldOut, pair_of
 from patchbayes.bayesianizing.spread import SpreadSearch
 from patchbayes.bayesianizing.tries import Tried
 from patchbayes.errors import PatchbayesError
+from patchbayes.likelihoods import Bernoulli, Gaussian
 from patchbayes.patching.network import network_of
 from patchbayes.posteriors import Spread
 
@@ -219,6 +221,22 @@ def test_ctrl_c_while_layers_are_compared_keeps_the_best_until_then(
     assert float(network_of(net).likelihood.temperature) == report.temperature
     if tries == 1:
         assert {one.layers for one in report.tried} == {"norm and first layers"}
+
+
+@pytest.mark.parametrize(
+    ("held_out", "likelihood", "advice"),
+    [
+        ((torch.randn(8, 6), torch.zeros(8)), None, r"pass \[\(inputs, targets\)\]"),
+        ([(torch.randn(8, 6), np.zeros(8))], None, r"torch\.as_tensor"),
+        ([(torch.randn(8, 6), torch.arange(8) % 2)], None, r"likelihoods\.Bernoulli\(\) and float targets"),
+        ([(torch.randn(8, 6), (torch.arange(8) % 2).float())], None, r"likelihoods\.Bernoulli\(\)"),
+        ([(torch.randn(8, 6), torch.randn(8))], Gaussian(), r"targets\.unsqueeze\(-1\)"),
+        ([(torch.randn(8, 6), torch.ones(8))], Bernoulli(), r"targets\.unsqueeze\(-1\)"),
+    ],
+)
+def test_advice_for_one_output_and_data_in_memory(held_out, likelihood, advice) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(PatchbayesError, match=advice):
+        pb.calibrate_(nn.Linear(6, 1), held_out, likelihood=likelihood)
 
 
 def test_modes_and_frozen_flags_come_back() -> None:

@@ -128,6 +128,26 @@ def test_training_can_end_with_a_calibration(tmp_path: Path) -> None:
         "train --data digits --model small_cnn --method vanilla --epochs 1 --calibrate", tmp_path / "plain", code=1
     )
     assert "expected a patched network of classes" in refused.err
+    assert not (tmp_path / "plain").exists()  # before it was trained, not after
+    table = tmp_path / "table.csv"
+    table.write_text("a,b,y\n" + "".join(f"{i % 7},{i % 5},{0.1 * i}\n" for i in range(60)))
+    numbers = command(f"train --data csv:{table}#y --model mlp --epochs 1 --calibrate", tmp_path / "numbers", code=1)
+    assert "got a regression with ecmp" in numbers.err.lower()
+    assert not (tmp_path / "numbers").exists()
+
+
+@pytest.mark.parametrize("chosen", ["none", "learned"])
+def test_draws_that_calibration_made_agree_did_not_collapse(tmp_path: Path, chosen: str) -> None:
+    command(
+        "train --data digits --model small_cnn --method ecmp(2,jitter=0.3) --epochs 1 --quiet --calibrate",
+        tmp_path / "run",
+    )
+    mark = tmp_path / "run" / "calibration.json"
+    mark.write_text(json.dumps(json.loads(mark.read_text()) | {"chosen": chosen}))
+    command("evaluate --draws 4 --split test[:40]", tmp_path / "run")
+    record = json.loads((tmp_path / "run" / "evaluation.json").read_text())
+    assert (record.get("diversity") is None) == (chosen == "none")
+    assert record["train_command"].endswith("--calibrate")
 
 
 def test_a_calibration_with_views_is_evaluated_and_asked_with_them(tmp_path: Path) -> None:

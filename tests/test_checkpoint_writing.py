@@ -35,6 +35,13 @@ def limited_file_size(number: int):
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
 
 
+def test_a_folder_that_is_not_there_is_named(tmp_path):
+    missing = tmp_path / "nowhere" / "patch.safetensors"
+    with pytest.raises(FileNotFoundError, match=f"^{missing} cannot be written: there is no folder {missing.parent}.$"):
+        pb.save(trained(), missing)
+    assert not missing.parent.exists()
+
+
 @contextlib.contextmanager
 def without_privileges():
     """As an ordinary user, whom a read-only folder stops."""

@@ -1,6 +1,7 @@
 """What is captured, when it is captured again, and what goes through the loop instead: right, or refused with a reason."""
 
 import builtins
+import dataclasses
 import math
 
 import pytest
@@ -382,6 +383,18 @@ def test_what_is_no_tensor_in_an_output_is_left_out():
     plan = same(model, rows(), output=lambda made: made["logits"] + made["states"].value.sum())
     assert plan.engine == "loop"
     assert "does not run" in plan.fallback
+
+
+def test_an_output_that_hides_its_tensors_goes_through_the_loop():
+    @dataclasses.dataclass
+    class Answer:
+        logits: torch.Tensor
+
+    model = network(lambda self, x: Answer(self.body(x)))
+    for output in ({}, {"output": lambda made: made.logits}):
+        plan = same(model, rows(), **output)
+        assert plan.engine == "loop"
+        assert "returns a Answer, whose tensors cannot be seen" in plan.fallback
 
 
 def test_only_a_few_forms_are_remembered():

@@ -131,12 +131,21 @@ def test_the_variance_factor_is_found_and_is_the_minimum(factor):
         center = np.einsum("s,sbd->bd", w, f)
         means = center + math.exp(x / 2) * (f - center)
         each = scipy.stats.norm.logpdf(t, means, np.sqrt(math.exp(x) * v)).sum(-1)
-        return -scipy.special.logsumexp(each, axis=0, b=w[:, None]).sum() + x**2 / (2 * prior**2)
+        return -scipy.special.logsumexp(each, axis=0, b=w[:, None]).sum() + math.log1p(x**2 / (2 * prior**2))
 
     best = scipy.optimize.minimize_scalar(loss, bounds=(-4.6, 4.6), method="bounded", options={"xatol": 1e-10}).x
     assert math.log(fit_variance_factor(*few)) == pytest.approx(best, abs=1e-6)
     tight = scipy.optimize.minimize_scalar(lambda x: loss(x, 0.2), bounds=(-4.6, 4.6), method="bounded").x
     assert math.log(fit_variance_factor(*few, prior=0.2)) == pytest.approx(tight, abs=1e-4)
+
+
+@pytest.mark.parametrize("factor", [1e-9, 1e-4, 5000.0, 1e12])
+@pytest.mark.parametrize("draws", [1, 3])
+def test_a_variance_factor_may_be_any(factor, draws):
+    """Targets in units of another size: 40 examples find the factor as well as they can, and are not pulled towards 1."""
+    given = gaussian_data(40, factor, torch.Generator().manual_seed(2), draws)
+    near = gaussian_data(40, 1.0, torch.Generator().manual_seed(2), draws)
+    assert fit_variance_factor(*given) / factor == pytest.approx(fit_variance_factor(*near, prior=None), rel=0.05)
 
 
 @pytest.mark.parametrize("factor", [0.4, 1.0, 4.0])

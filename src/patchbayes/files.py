@@ -27,6 +27,8 @@ def replacing(path: Path) -> Iterator[Path]:
     On any error the temporary file goes and the old file stays. What writers of the same file left behind that were killed
     is removed first.
     """
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path} cannot be written: there is no folder {path.parent}.")
     remove_leftovers(path.parent, path.name)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.{writer_mark()}", suffix=_PART)
     os.close(descriptor)

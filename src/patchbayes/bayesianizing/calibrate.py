@@ -224,6 +224,8 @@ class Calibration:
             seconds=self.seconds,
             views=None if self.views is None else repr(self.views),
             warming=self.network.share == 0,
+            judged=sum(map(len, self.targets[: self.away])),
+            of_variance=likelihood.offers not in ("ClassPrediction", "LabelPrediction"),
             interrupted=result.interrupted or (found is not None and found.interrupted),
         )
 

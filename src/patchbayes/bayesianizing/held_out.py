@@ -123,9 +123,10 @@ def pair_of(batch: Any, select: Select | None = None) -> tuple[Any, Tensor]:
         targets = known.pop(key)
         inputs = known
     else:
+        one = "for one batch in memory, pass [(inputs, targets)]; else " if isinstance(batch, Tensor) else ""
         raise PatchbayesError(
             f"held_out: expected batches (inputs, targets), or mappings with labels, got a {type(batch).__name__}.\n"
-            "  do       pass select=lambda batch: (inputs, targets)."
+            f"  do       {one}pass select=lambda batch: (inputs, targets)."
         )
     if isinstance(inputs, list):
         inputs = tuple(inputs)
@@ -140,7 +141,8 @@ def to_device(inputs: Any, device: torch.device | None) -> Any:
 def _check_pair(inputs: Any, targets: Any) -> None:
     if not isinstance(targets, Tensor) or targets.dim() == 0:
         shape = "a number" if isinstance(targets, Tensor) else f"a {type(targets).__name__}"
-        raise PatchbayesError(f"held_out: expected a tensor of targets for each batch, got {shape}.")
+        do = "\n  do       torch.as_tensor(...)." if type(targets).__module__ == "numpy" else ""
+        raise PatchbayesError(f"held_out: expected a tensor of targets for each batch, got {shape}.{do}")
     sizes = {leaf.shape[0] for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim()}
     if sizes != {len(targets)}:
         raise PatchbayesError(f"held_out: a batch has {len(targets)} targets, and inputs for {sorted(sizes)} examples.")

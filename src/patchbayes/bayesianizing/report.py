@@ -70,7 +70,8 @@ class CalibrationReport:
                       of each draw before the average.
     before            the mean network as it was; temperature_scaled the same with `mean_temperature`; after: the result.
     gain, gain_error  NLL of temperature scaling minus that of the spread that was judged, and its standard error, on the
-                      examples that were kept away from learning (all, where there were few).
+                      `judged` examples that were kept away from learning; on all where that is 0, since there were few.
+    of_variance       whether the temperatures are factors on the variance of a prediction of numbers.
     tried             every spread that was tried, with its NLL on the examples that it was tried on.
     warming           whether `warm_up_` kept draws out of its training to the end.
     trained_without   whether the network was patched after its training (`bayesianize_`).
@@ -98,6 +99,8 @@ class CalibrationReport:
     views: str | None = None
     warming: bool = False
     trained_without: bool = False
+    judged: int = 0
+    of_variance: bool = False
 
     @property
     def losses(self) -> tuple[float, ...]:
@@ -107,15 +110,16 @@ class CalibrationReport:
     def __str__(self) -> str:
         few = " (fewer than 100: these numbers are rough)" if self.num_held_out < FEW else ""
         lines = [f"on {self.num_held_out} held-out examples{few}" + (f", views: {self.views}" if self.views else "")]
-        width = max(len(f"{self.draws} draws"), len("temperature alone"))
+        alone = f"{self._what} alone"
+        width = max(len(f"{self.draws} draws"), len(alone))
         passes = "1 pass" if self.views is None else "its views"
-        rows = [("as it was", passes, self.before), ("temperature alone", passes, self.temperature_scaled)]
+        rows = [("as it was", passes, self.before), (alone, passes, self.temperature_scaled)]
         rows.append((f"{self.draws} draws" if self.chosen != "none" else "chosen", "", self.after))
         lines += [f"  {name:<{width}}  {scores}" + (f"  ({note})" if note else "") for name, note, scores in rows]
         lines.append(
-            f"temperature {self.temperature:.3f}"
+            f"{self._what} {self._factor(self.temperature)}"
             + (f" after draws at {self.draw_temperature:.3f}" if self.draw_temperature != 1 else "")
-            + f"; of the mean network in one pass {self.mean_temperature:.3f}"
+            + f"; of the mean network in one pass {self._factor(self.mean_temperature)}"
         )
         lines += [text for text in (self.verdict, *self.remarks) if text]
         lines += reliability_lines(self.before, self.after)
@@ -136,18 +140,31 @@ class CalibrationReport:
         return "\n".join(lines)
 
     @property
+    def _what(self) -> str:
+        return "variance factor" if self.of_variance else "temperature"
+
+    def _factor(self, value: float) -> str:
+        return f"{value:.4g}" if self.of_variance else f"{value:.3f}"
+
+    @property
     def verdict(self) -> str:
-        """One sentence: whether draws are better than the temperature alone."""
+        """In a sentence or two: whether draws are better than the temperature alone."""
         if self.gain is None or self.gain_error is None:
             return ""
         if self.chosen == "none" or self.gain <= 0:
             return (
-                f"Draws are not clearly better than the temperature alone here (gain in NLL {max(self.gain, 0.0):.4f} +- "
+                f"Draws are not clearly better than the {self._what} alone here (gain in NLL {self.gain:.4f} +- "
                 f'{self.gain_error:.4f}): predict in one pass, draws="mean".'
             )
-        measured = f"NLL lower by {self.gain:.4f} +- {self.gain_error:.4f} than with the temperature alone"
+        measured = f"NLL lower by {self.gain:.4f} +- {self.gain_error:.4f} than with the {self._what} alone"
         spread = "The spread that was learned" if self.chosen == "learned" else "The spread that it had"
-        return f"{spread}: {measured}, on examples that it was not learned on."
+        where = (
+            f"{self.judged} examples that it was not learned on"
+            if self.judged
+            else "the examples that it was learned on"
+        )
+        chance = ' That may be chance; one pass, draws="mean", costs less.' if self.gain < 2 * self.gain_error else ""
+        return f"{spread}: {measured}, on {where}.{chance}"
 
     @property
     def remarks(self) -> list[str]:

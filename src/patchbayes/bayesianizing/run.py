@@ -15,7 +15,8 @@ from ..nets.named import build_net
 from ..patching.checkpoint import save
 from ..patching.patch import is_patched
 from ..provenance import provenance
-from ..runs.data_record import data_record
+from ..runs.config import TrainingConfig
+from ..runs.data_record import data_record, training_data
 from ..runs.folder import RunFolder
 from ..runs.network import method_label
 from ..runs.ordinary_checkpoint import load_ordinary_, sha256_of
@@ -113,6 +114,20 @@ def bayesianize_checkpoint(
     return RunFolder.open(folder, trust_code=True), report
 
 
+def check_calibrating(config: TrainingConfig) -> None:
+    """Refuse a training whose network `calibrate_run` would refuse: before it begins."""
+    _check_calibrated(training_data(config, trust_code=True), config.method, bool(config.rules()))
+
+
+def _check_calibrated(dataset: Dataset, method: str, patched: bool) -> None:
+    if dataset.task != "classification" or not patched or dataset.held_out is None:
+        raise PatchbayesError(
+            f"train --calibrate: expected a patched network of classes and a held-out part, got a {dataset.task} with "
+            f"{method}, held-out examples: {len(dataset.held_out or ())}.\n"
+            "  do       leave --calibrate away; `evaluate` fits a temperature to any network of classes."
+        )
+
+
 def calibrate_run(run: RunFolder, *, draws: int = 20, with_views: bool = False) -> CalibrationReport | None:
     """Fit spread and temperatures of a trained run's best network to its held-out part (`calibrate_`), in its file.
 
@@ -132,12 +147,8 @@ def calibrate_run(run: RunFolder, *, draws: int = 20, with_views: bool = False) 
                 "  do       train again in another folder."
             )
         return None
-    if dataset.task != "classification" or not is_patched(network) or dataset.held_out is None:
-        raise PatchbayesError(
-            f"train --calibrate: expected a patched network of classes and a held-out part; {run.path} is a "
-            f"{dataset.task} with {method_label(network)}, held-out examples: {len(dataset.held_out or ())}.\n"
-            "  do       leave --calibrate away; `evaluate` fits a temperature to any network of classes."
-        )
+    _check_calibrated(dataset, method_label(network), is_patched(network))
+    assert dataset.held_out is not None
     report = calibrate_(
         network,
         PartBatches(dataset, dataset.held_out, 128),

@@ -135,7 +135,12 @@ def show_scores(records: "list[EvaluationRecord]", task: str) -> None:
                 f"NLL {_shown(scores['nll'].value, '.4f')}, ECE {_shown(scores['ece'].value, '.2f', 100)} %"
             )
             if scaled.temperature is not None and scaled.temperature < _UNSURE:
-                show("    below 1: it is less sure than it could be. Train it for more epochs, or with less noise.")
+                do = (
+                    "The temperature makes up for that."
+                    if record.patch_report is None
+                    else "Try more epochs, or less noise."
+                )
+                show(f"    below 1: it is less sure than it could be. {do}")
         if found:
             against = "" if found.mce is None else f", mCE {found.mce:.1f} against {found.reference}"
             show(f"{record.name} under corruption: error {_shown(found.mean('error'), '.1f', 100)} %{against}")

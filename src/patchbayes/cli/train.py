@@ -132,7 +132,7 @@ def train(
     patchbayes train runs/net --data csv:table.csv#target --model mlp --noise auto
     """
     from ..bayesianizing.noise import train_with_chosen_noise, with_noise
-    from ..bayesianizing.run import calibrate_run
+    from ..bayesianizing.run import calibrate_run, check_calibrating
     from ..errors import PatchbayesError
     from ..ranks import is_first
     from ..runs import RunFolder, TrainingConfig
@@ -182,6 +182,8 @@ def train(
         return
     if noise is not None:
         settings_of_run = with_noise(settings_of_run, _level(noise))
+    if calibrate:
+        check_calibrating(settings_of_run)
     run = train_network(settings_of_run, folder, resume=resume, quiet=quiet, trust_code=True, say=tell)
     if not is_first():
         return

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from ..errors import PatchbayesError
-from .likelihood import Likelihood
+from .likelihood import Likelihood, wrong_shape
 
 
 class Bernoulli(Likelihood):
@@ -29,10 +29,7 @@ class Bernoulli(Likelihood):
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """log p(y | x, w) of every example, summed over its labels: (S, B, L), (B, L) give (S, B)."""
         if targets.shape != outputs.shape[1:]:
-            raise PatchbayesError(
-                f"Bernoulli: expected targets in the shape of one output, {tuple(outputs.shape[1:])}, got "
-                f"{tuple(targets.shape)}."
-            )
+            raise wrong_shape("Bernoulli", outputs, targets)
         valid = targets != self.ignore_index
         share = targets.to(outputs).where(valid, 0.0)
         _check_shares(share, self.ignore_index)

@@ -35,7 +35,9 @@ class Categorical(Likelihood):
         log_probs = self.log_probs(outputs, lead=1)
         shape = log_probs.shape[1:-1]
         if targets.is_floating_point() or targets.dtype == torch.bool or targets.shape != shape:
-            if targets.shape == (*shape, log_probs.shape[-1]) and log_probs.shape[-1] > 1:
+            if log_probs.shape[-1] == 1 and bool(((targets == 0) | (targets == 1)).all()):
+                do = "for one logit and labels 0 and 1, pass likelihood=patchbayes.likelihoods.Bernoulli()"
+            elif targets.shape == (*shape, log_probs.shape[-1]) and log_probs.shape[-1] > 1:
                 do = "of one-hot targets take targets.argmax(-1)"
             elif targets.shape == (*shape, 1) and not targets.is_floating_point():
                 do = "targets.squeeze(-1)"
@@ -54,10 +56,12 @@ class Categorical(Likelihood):
         except RuntimeError as error:
             if "out of bounds" not in str(error):
                 raise
+            do = "number the classes from 0 on; where there are more of them than outputs, it is another network"
+            if log_probs.shape[-1] == 1:
+                do = "for one logit and labels 0 and 1, pass likelihood=patchbayes.likelihoods.Bernoulli() and float targets"
             raise PatchbayesError(
                 f"Categorical: expected classes 0 to {log_probs.shape[-1] - 1} (or {self.ignore_index}: ignored), got numbers "
-                f"from {int(targets[valid].min())} to {int(targets[valid].max())}.\n"
-                "  do       number the classes from 0 on; where there are more of them than outputs, it is another network."
+                f"from {int(targets[valid].min())} to {int(targets[valid].max())}.\n  do       {do}."
             ) from None
         return found.masked_fill(~valid, 0.0)
 

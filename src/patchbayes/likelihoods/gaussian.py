@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import PatchbayesError
-from .likelihood import Likelihood
+from .likelihood import Likelihood, wrong_shape
 
 
 class Gaussian(Likelihood):
@@ -40,10 +40,7 @@ class Gaussian(Likelihood):
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """log N(y | f, 1/tau) of every example, summed over the D targets: (S, B, D), (B, D) give (S, B)."""
         if targets.shape != outputs.shape[1:]:
-            raise PatchbayesError(
-                f"Gaussian: expected targets in the shape of one output, {tuple(outputs.shape[1:])}, got "
-                f"{tuple(targets.shape)}."
-            )
+            raise wrong_shape("Gaussian", outputs, targets)
         self._check_outputs(outputs)
         precision = self.precision.to(outputs)
         density = 0.5 * (precision.log() - math.log(2 * math.pi) - precision * (outputs - targets).square())

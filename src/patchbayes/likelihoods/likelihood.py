@@ -159,6 +159,18 @@ class Likelihood(nn.Module, ABC):
         return super()._apply(keep, recurse)  # type: ignore[no-untyped-call]
 
 
+def wrong_shape(name: str, outputs: Tensor, targets: Tensor) -> PatchbayesError:
+    """The error of targets (B, ...) that are not of the shape of one draw's outputs, (S, B, ...)."""
+    text = (
+        f"{name}: expected targets in the shape of one output, {tuple(outputs.shape[1:])}, got {tuple(targets.shape)}."
+    )
+    if outputs.shape[1:] == (*targets.shape, 1):
+        text += "\n  do       targets.unsqueeze(-1)."
+    elif (*outputs.shape[1:], 1) == targets.shape:
+        text += "\n  do       targets.squeeze(-1)."
+    return PatchbayesError(text)
+
+
 def tempered(found: Mapping[str, Tensor], temperature: float) -> Mapping[str, Tensor]:
     """What draws say of classes or labels, each softened by a temperature above 1; of numbers, as it is."""
     if temperature == 1 or not found.keys() & {"log_probs", "logits"}:

@@ -61,9 +61,13 @@ def fit_variance_factor(
 ) -> float:
     """The factor T on the variance of a mixture of Gaussians that minimizes the NLL of the targets, shrunk towards 1.
 
-        sum_b -log p_T(y_b) + (log T)^2 / (2 prior^2),   p_T: sum_s w_s N(f_s, v_s) stretched around its mean by sqrt(T)
+        sum_b -log p_T(y_b) + log(1 + (log T)^2 / (2 prior^2))
 
-    As `fit_temperature`, between 0.01 and 100; the logarithm of a variance is twice that of a deviation, and so is its prior.
+    with p_T the mixture sum_s w_s N(f_s, v_s), stretched around its mean by sqrt(T).
+
+    As `fit_temperature`; the logarithm of a variance is twice that of a deviation, and so is its prior. Close to 1 the second
+    term is the same. Far from 1 it hardly pulls, and T has no bounds: targets in another unit, or a precision that nobody has
+    fitted, leave a factor of any size, which is no evidence against it.
 
     draw_means (S, B, D), variances of any shape that expands to it, targets (B, D), weights (S,), equal where none are given.
     """
@@ -84,6 +88,8 @@ def fit_variance_factor(
     if not bool((variances > 0).all()) or not bool(y.isfinite().all()):
         raise PatchbayesError("fit_variance_factor: expected variances above 0 and finite targets.")
     center = (w * means).sum(0)
+    spread = (w * (variances + (means - center).square())).sum(0)
+    expected = math.log(max(float(((y - center).square() / spread).mean()), 1e-300))
     rows = max(1, _VALUES // max(means[:, 0].numel(), 1))
 
     def look(log_factor: float) -> tuple[float, float]:
@@ -97,7 +103,7 @@ def fit_variance_factor(
             slope -= 0.5 * float((each.softmax(0) * (z * a).sum(-1)).sum())
         return loss, slope
 
-    return _least("fit_variance_factor", look, prior)
+    return _least("fit_variance_factor", look, prior, expected)
 
 
 def apply_temperature(log_probs: Tensor, temperature: float) -> Tensor:
@@ -107,10 +113,13 @@ def apply_temperature(log_probs: Tensor, temperature: float) -> Tensor:
     return torch.log_softmax(log_probs / temperature, -1)
 
 
-def _least(where: str, look: Callable[[float], tuple[float, float]], prior: float | None) -> float:
+def _least(
+    where: str, look: Callable[[float], tuple[float, float]], prior: float | None, expected: float | None = None
+) -> float:
     """The T whose loss(log T) + (log T)^2 / (2 prior^2) is least; `look` gives the loss and its slope at log T.
 
     A first look all over the range, then the place where the slope is zero beside the best, by false position (Illinois).
+    Where a log T is expected, the range reaches beyond it, and the second term is log(1 + itself).
     """
     if prior is not None and not (math.isfinite(prior) and prior > 0):
         raise PatchbayesError(f"{where}(prior={prior!r}): expected a finite number above 0, or None.")
@@ -118,11 +127,15 @@ def _least(where: str, look: Callable[[float], tuple[float, float]], prior: floa
 
     def total(x: float) -> tuple[float, float]:
         loss, slope = look(x)
-        return loss + 0.5 * penalty * x * x, slope + penalty * x
+        term = 0.5 * penalty * x * x
+        if expected is None:
+            return loss + term, slope + penalty * x
+        return loss + math.log1p(term), slope + penalty * x / (1 + term)
 
-    end = -math.log(_LEAST)
-    step = 2 * end / (_FIRST_LOOK - 1)
-    looked = [i * step - end for i in range(_FIRST_LOOK)]
+    low, high = math.log(_LEAST), -math.log(_LEAST)
+    if expected is not None:
+        low, high = min(low, expected - 2), max(high, expected + 2)
+    looked = [low + i * (high - low) / (_FIRST_LOOK - 1) for i in range(_FIRST_LOOK)]
     seen = [total(x) for x in looked]
     best = min(range(_FIRST_LOOK), key=lambda i: seen[i][0])
     downhill = 1 if seen[best][1] < 0 else -1

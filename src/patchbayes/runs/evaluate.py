@@ -208,7 +208,7 @@ class _Evaluated:
             "reliability": reliability,
             "histogram": histogram,
             "coverage": coverage,
-            "diversity": diversity(self.model, answers),
+            "diversity": None if self.run.draws_agree(options.which) else diversity(self.model, answers),
             "ood": self._out_of_distribution(others, size, say),
             "examples": classification.extreme_examples(answers, self.split, data.classes),
         }
@@ -301,6 +301,8 @@ def _train_command(run: RunFolder) -> str:
     for key, value in settings.items():
         if value != plain[key] and key != "data_dir":
             words += ["--set", f"{key}={value if isinstance(value, str) else json.dumps(value)}"]
+    if run.is_calibrated:
+        words += ["--calibrate", *(["--views"] if run.views() is not None else [])]
     return shlex.join(words)
 
 

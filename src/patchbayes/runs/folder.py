@@ -139,6 +139,12 @@ class RunFolder:
         best, mark = self.path / "best.safetensors", self.path / "calibration.json"
         return mark.is_file() and best.is_file() and read_json(mark).get("sha256") == sha256_of(best)
 
+    def draws_agree(self, which: Which = "best") -> bool:
+        """Whether `train --calibrate` found no gain in draws and made them all the mean network."""
+        return (
+            which == "best" and self.is_calibrated and read_json(self.path / "calibration.json").get("chosen") == "none"
+        )
+
     def views(self, which: Which = "best") -> Views | None:
         """The views that the network was calibrated with, and predicts with; None for none."""
         if self.kind == "bayesianize":

@@ -147,6 +147,8 @@ class _Called(nn.Module):
         if structure_of(self.network) != before:
             raise NotCapturable("its forward changes attributes of the network")
         leaves, spec = tree_flatten(made)  # caches of states and the like are left out
+        if not any(isinstance(leaf, Tensor) for leaf in leaves):
+            raise NotCapturable(f"it returns a {type(made).__name__}, whose tensors cannot be seen")
         return tree_unflatten([leaf if isinstance(leaf, _OUTPUTS) else None for leaf in leaves], spec)
 
 
