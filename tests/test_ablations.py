@@ -168,6 +168,10 @@ def test_smoke_scale_by_the_command_goes_on_from_its_files(tmp_path, monkeypatch
     monkeypatch.setattr(ablations, "train_variant", counted)
     work = tmp_path / "work"
     (work / "ablations-smoke" / "S=2-1.json").unlink()
+    finished = reproduce(found, "smoke", Workspace(work_dir=work, finished=True), tmp_path)["result"]
+    assert trained == []
+    assert finished["plan"]["seeds"] == 1
+    assert finished["variants"]["EMP"] == result["variants"]["EMP"][:1]
     again = reproduce(found, "smoke", Workspace(work_dir=work), tmp_path)["result"]
     assert trained == [VARIANTS["S = 2"]]
     assert again["variants"]["EMP"] == result["variants"]["EMP"]
@@ -182,6 +186,8 @@ def test_smoke_scale_by_the_command_goes_on_from_its_files(tmp_path, monkeypatch
     path.write_text("{")
     with pytest.raises(PatchbayesError, match=r"EMP-0.json is not a result of this experiment"):
         reproduce(found, "smoke", Workspace(work_dir=work), tmp_path)
+    with pytest.raises(PatchbayesError, match="no seed is finished yet"):
+        reproduce(found, "smoke", Workspace(work_dir=tmp_path / "empty", finished=True), tmp_path)
 
 
 def test_a_verdict_needs_differences_beyond_chance():

@@ -98,7 +98,7 @@ class AblationPlan:
     epochs: int = 40
     seeds: int = 5
     batch_size: int = 64
-    draws: int = 100
+    draws: int = 20
     erased: float = 0.2
     test: str = "test"
     held_out: float = 1 / 3
@@ -107,7 +107,7 @@ class AblationPlan:
 _PLANS: Mapping[Scale, AblationPlan] = {
     "smoke": AblationPlan("digits", "small_cnn", epochs=1, seeds=2, batch_size=300, draws=5, test="test[:50]"),
     "small": AblationPlan(),
-    "paper": AblationPlan(data="cifar100", residual="cifar_resnet20", epochs=200, batch_size=128, held_out=0.1),
+    "paper": AblationPlan("cifar100", "cifar_resnet20", epochs=200, batch_size=128, draws=100, held_out=0.1),
 }
 
 
@@ -118,27 +118,37 @@ def run(scale: Scale, setting: Workspace) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     data = {name: read(name, setting.data_dir, held_out=plan.held_out) for name in ("digits", plan.data)}
 
-    def scored(variants: Mapping[str, Ablation], kind: str) -> dict[str, list[dict[str, float]]]:
-        scores: dict[str, list[dict[str, float]]] = {label: [] for label in variants}
-        for seed in range(plan.seeds):
-            for label, variant in variants.items():
-                path = folder / f"{kind}{label.replace(', ', '-').replace(' ', '')}-{seed}.json"
-                settings = {"plan": asdict(plan), "variant": asdict(variant), "seed": seed}
-                found = _read_scores(path, settings)
-                if found is None:
-                    setting.say(f"{label}, seed {seed}")
-                    with small_arithmetic():
-                        found = _trained_and_scored(variant, plan, data[_data_of(variant, plan)], seed)
-                    write_atomically(path, (json.dumps({"settings": settings, "scores": found}) + "\n").encode())
-                scores[label].append(found)
+    def path_of(kind: str, label: str, seed: int) -> Path:
+        return folder / f"{kind}{label.replace(', ', '-').replace(' ', '')}-{seed}.json"
+
+    def is_finished(seed: int) -> bool:
+        names = [("", label) for label in VARIANTS] + [("equal-", label) for label in EQUAL_COMPUTE]
+        return all(path_of(kind, label, seed).exists() for kind, label in names)
+
+    def scored(variants: Mapping[str, Ablation], kind: str, seed: int) -> dict[str, dict[str, float]]:
+        scores: dict[str, dict[str, float]] = {}
+        for label, variant in variants.items():
+            path = path_of(kind, label, seed)
+            settings = {"plan": asdict(plan), "variant": asdict(variant), "seed": seed}
+            found = _read_scores(path, settings)
+            if found is None:
+                setting.say(f"{label}, seed {seed}")
+                with small_arithmetic():
+                    found = _trained_and_scored(variant, plan, data[_data_of(variant, plan)], seed)
+                write_atomically(path, (json.dumps({"settings": settings, "scores": found}) + "\n").encode())
+            scores[label] = found
         return scores
 
-    variants = scored(VARIANTS, "")
+    seeds = [seed for seed in range(plan.seeds) if not setting.finished or is_finished(seed)]
+    if not seeds:
+        raise PatchbayesError(f"{folder}: no seed is finished yet; leave --finished out to go on.")
+    each = [(scored(VARIANTS, "", seed), scored(EQUAL_COMPUTE, "equal-", seed)) for seed in seeds]
+    variants = {label: [found[label] for found, _ in each] for label in VARIANTS}
     return {
         "scale": scale,
-        "plan": asdict(plan),
+        "plan": asdict(plan) | {"seeds": len(seeds)},
         "variants": variants,
-        "equal_compute": scored(EQUAL_COMPUTE, "equal-"),
+        "equal_compute": {label: [found[label] for _, found in each] for label in EQUAL_COMPUTE},
         "regimes": [{key: one[key] for key in ("train_accuracy", "temperature")} for one in variants["EMP, K = 1"]],
     }
 
