@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import patchbayes as pb
-from patchbayes.bayesianizing.layers import BOTH, BYTES, FIRST, NORMS, candidate_layers
+from calibrated_networks import batches, classifier, inputs, labels_from
+from patchbayes.bayesianizing.layers import BOTH, BYTES, FIRST, NORMS, candidate_layers, layers_left_out
 from patchbayes.bayesianizing.spread import start_norms_
 from patchbayes.patching.network import network_of
 from patchbayes.posteriors import Spread
@@ -46,6 +47,22 @@ def test_first_layers_stay_within_what_norms_leave(limit: int) -> None:
     assert limit - 2_400 < size <= limit  # a convolution has 2,336 bytes
     norms = [name for name, layer in model.named_modules() if isinstance(layer, nn.BatchNorm2d)]
     assert set(norms) <= set(chosen)
+
+
+def test_layers_that_have_no_draws_are_named_where_they_are_many() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.norm, self.out = nn.LSTM(6, 16, batch_first=True), nn.LayerNorm(16), nn.Linear(16, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.out(self.norm(self.lstm(x.unsqueeze(1))[0][:, -1]))
+
+    torch.manual_seed(0)
+    net, x = Recurrent().eval(), inputs(200)
+    y = labels_from(torch.softmax(classifier()(x), -1).detach())
+    assert "no draws in LSTM (94 % of the parameters)" in str(pb.bayesianize_(net, batches(x, y), budget=2000))
+    assert layers_left_out(deep(3)) == ()
 
 
 def test_first_layers_stay_within_a_fixed_size_however_large_the_network() -> None:

@@ -18,6 +18,8 @@ from ..posteriors.posterior import own_parameters
 SHARE, BYTES = 0.1, 200_000
 #: Norm layers that are too few to try, and so many that nothing else is tried.
 _FEW_NORMS, _MANY_NORMS = 3, 12
+#: The share of the parameters in layers of other kinds from which the report tells of them.
+_TOLD = 0.1
 #: What the sets are called.
 NORMS, BOTH, FIRST, ALL, LAST = "norm layers", "norm and first layers", "first layers", "all layers", "last layers"
 
@@ -159,6 +161,22 @@ def _small_size(model: nn.Module, name: str, small: Method) -> float:
     except NotASite:
         return math.inf
     return sum(p.numel() * p.element_size() for p in posterior.parameters())
+
+
+def layers_left_out(model: nn.Module) -> tuple[str, ...]:
+    """A sentence on layers of other kinds, which no set has, where they hold a tenth of the parameters or more."""
+    sizes: dict[str, int] = {}
+    for module in layers_of(model).values():
+        if not (is_norm(module) or _multiplies(module)):
+            kind = type(module).__name__
+            sizes[kind] = sizes.get(kind, 0) + sum(p.numel() for p in own_parameters(module).values())
+    share = sum(sizes.values()) / max(sum(p.numel() for p in model.parameters()), 1)
+    if share < _TOLD:
+        return ()
+    kinds = ", ".join(sorted(kind for kind, size in sizes.items() if size))
+    return (
+        f"no draws in {kinds} ({100 * share:.0f} % of the parameters): norm, convolution and linear layers have them",
+    )
 
 
 def _multiplies(module: nn.Module) -> bool:

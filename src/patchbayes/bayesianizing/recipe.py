@@ -22,7 +22,7 @@ from ..posteriors.spread import Spread
 from ..views import Views
 from .calibrate import BATCH, Calibration, affordable_examples, check_numbers
 from .held_out import HeldOut, Select, select_for, to_device
-from .layers import BOTH, BYTES, NORMS, SHARE, Layers, candidate_layers
+from .layers import BOTH, BYTES, NORMS, SHARE, Layers, candidate_layers, layers_left_out
 from .progress import shown
 from .report import BayesianizeReport
 from .restoring import with_record
@@ -118,6 +118,7 @@ def bayesianize_(
     if sites == "auto" and not isinstance(method, Mapping):
         limit = patch_bytes or max(SHARE * model_bytes, BYTES)
         layers = candidate_layers(model, example, limit, method, small, predict_cost, draws)
+    left_out = layers_left_out(model) if layers else ()
     given: Given = {}
 
     def patched(title: str) -> tuple[PatchReport, Calibration]:
@@ -135,7 +136,7 @@ def bayesianize_(
         if title in (NORMS, BOTH):
             start_norms_(network)
         if layers:
-            report = dataclasses.replace(report, notes=(*report.notes, *layers[title].notes))
+            report = dataclasses.replace(report, notes=(*report.notes, *layers[title].notes, *left_out))
         return report, Calibration(
             model, network, chosen, network.likelihood, draws, budget, output or as_tensor, tell, views, title, tries
         )
