@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import patchbayes as pb
+from patchbayes.bayesianizing.score import Average, best_temperature
 from patchbayes.errors import PatchbayesError
 from patchbayes.metrics import fit_temperature, fit_variance_factor
 
@@ -146,6 +147,12 @@ def test_a_variance_factor_may_be_any(factor, draws):
     given = gaussian_data(40, factor, torch.Generator().manual_seed(2), draws)
     near = gaussian_data(40, 1.0, torch.Generator().manual_seed(2), draws)
     assert fit_variance_factor(*given) / factor == pytest.approx(fit_variance_factor(*near, prior=None), rel=0.05)
+
+
+def test_targets_that_are_predicted_exactly_leave_a_small_factor():
+    means = torch.randn(1, 30, 1, generator=torch.Generator().manual_seed(0))
+    assert 1e-14 < fit_variance_factor(means, torch.ones(1), means[0]) < 1e-6
+    assert 1e-14 < best_temperature([Average("numbers", (means, torch.ones_like(means)), None)], [means[0]]) < 1e-6
 
 
 @pytest.mark.parametrize("factor", [0.4, 1.0, 4.0])

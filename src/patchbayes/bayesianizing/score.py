@@ -12,6 +12,7 @@ from torch.nn.functional import logsigmoid
 from ..errors import PatchbayesError
 from ..likelihoods import Likelihood
 from ..likelihoods.likelihood import tempered
+from ..metrics.temperature import MOST_FACTOR
 
 #: The deviation of log T that a temperature is shrunk by, as `metrics.fit_temperature` explains; a variance has twice that.
 _PRIOR, _VARIANCE_PRIOR = 0.5, 1.0
@@ -127,7 +128,7 @@ def best_temperature(averages: Sequence[Average], targets: Sequence[Tensor]) -> 
     numbers = averages[0].kind == "numbers"
     low, high = -_RANGE, _RANGE
     if numbers:
-        expected = math.log(max(_squared_errors(averages, targets), 1e-300))
+        expected = math.log(min(max(_squared_errors(averages, targets), MOST_FACTOR**-1), MOST_FACTOR))
         low, high = min(low, expected - 2), max(high, expected + 2)
 
     def loss(log_temperature: float) -> float:

@@ -10,6 +10,7 @@ from ..errors import PatchbayesError
 from .checks import check_examples, checked_classes, checked_weights
 
 _LEAST = 0.01  # temperatures are looked for between this and its inverse
+MOST_FACTOR = 1e12  # of a variance: beyond that, or its inverse, targets are not of the kind that is predicted
 _FIRST_LOOK = 13  # values of log T tried before the best of them is refined
 _VALUES = 2**20  # of draws, examples and targets held at a time
 
@@ -66,8 +67,8 @@ def fit_variance_factor(
     with p_T the mixture sum_s w_s N(f_s, v_s), stretched around its mean by sqrt(T).
 
     As `fit_temperature`; the logarithm of a variance is twice that of a deviation, and so is its prior. Close to 1 the second
-    term is the same. Far from 1 it hardly pulls, and T has no bounds: targets in another unit, or a precision that nobody has
-    fitted, leave a factor of any size, which is no evidence against it.
+    term is the same. Far from 1 it hardly pulls, and T may be as large as 10^12, or as small as its inverse: targets in another
+    unit, or a precision that nobody has fitted, leave a factor of any size.
 
     draw_means (S, B, D), variances of any shape that expands to it, targets (B, D), weights (S,), equal where none are given.
     """
@@ -89,7 +90,7 @@ def fit_variance_factor(
         raise PatchbayesError("fit_variance_factor: expected variances above 0 and finite targets.")
     center = (w * means).sum(0)
     spread = (w * (variances + (means - center).square())).sum(0)
-    expected = math.log(max(float(((y - center).square() / spread).mean()), 1e-300))
+    expected = math.log(min(max(float(((y - center).square() / spread).mean()), MOST_FACTOR**-1), MOST_FACTOR))
     rows = max(1, _VALUES // max(means[:, 0].numel(), 1))
 
     def look(log_factor: float) -> tuple[float, float]:
