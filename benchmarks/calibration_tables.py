@@ -21,13 +21,14 @@ def _gain(row: dict[str, Any]) -> str:
     return f"{row['gain']:+.4f} ± {row['gain_error']:.4f}" if "gain" in row else ""
 
 
-def _measured(record: dict[str, Any], cells: list[dict[str, Any]]) -> str:
+def _measured(record: dict[str, Any], cells: list[dict[str, Any]], errors: bool = True) -> str:
     scored = sorted({cell["scored"] for cell in cells})
     seeds = sorted({cell["seed"] for cell in cells})
     machine = record["machine"]
+    gains = "; ± the standard error of the paired gain over them" if errors else ""
     return (
-        f"{' or '.join(map(str, scored))} scored examples, seed {', '.join(map(str, seeds))}; ± the standard error of the "
-        f"paired gain over them. On {machine['processor']}, {machine['threads']} thread, {commits(cells)}. "
+        f"{' or '.join(map(str, scored))} scored examples, seed {', '.join(map(str, seeds))}{gains}. "
+        f"On {machine['processor']}, {machine['threads']} thread, {commits(cells)}. "
         "Command: `python benchmarks/calibration_curves.py`."
     )
 
@@ -55,17 +56,24 @@ def data(record: dict[str, Any]) -> str:
 
 
 def budget(record: dict[str, Any]) -> str:
-    """Quality against the budget."""
+    """Quality against the budget, mean over the seeds."""
     cells = _cells(record, "budget")
-    lines = ["| network | budget, passes | NLL | above ten times the default | CPU seconds |", "|---|---|---|---|---|"]
-    for cell in cells:
-        most = max(cell["found"], key=lambda row: row["budget"])
-        for row in cell["found"]:
+    lines = [
+        "| network | seeds | budget, passes | temperature scaling | `bayesianize_` | above ten times as much | CPU seconds |",
+        "|---" * 7 + "|",
+    ]
+    for network in dict.fromkeys(cell["network"] for cell in cells):
+        own = [cell["found"] for cell in cells if cell["network"] == network]
+        rows = list(zip(*own, strict=True))  # a row for each budget, in it one for each seed
+        nll, rival, seconds = (
+            [statistics.fmean(row[key] for row in some) for some in rows] for key in ("nll", "rival_nll", "cpu_seconds")
+        )
+        for number, some in enumerate(rows):
             lines.append(
-                f"| {NETWORKS[cell['network']]} | {row['budget']:,} | {row['nll']:.4f} | {row['nll'] - most['nll']:+.4f} "
-                f"| {row['cpu_seconds']:.0f} |"
+                f"| {NETWORKS[network]} | {len(own)} | {some[0]['budget']:,} | {rival[number]:.4f} | {nll[number]:.4f} "
+                f"| {nll[number] - nll[-1]:+.4f} | {seconds[number]:.0f} |"
             )
-    return "\n".join([*lines, "", _measured(record, cells)])
+    return "\n".join([*lines, "", f"NLL, both fitted to the same 1,200 examples. {_measured(record, cells, False)}"])
 
 
 def cost(record: dict[str, Any]) -> str:
