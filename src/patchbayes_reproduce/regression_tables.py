@@ -199,13 +199,13 @@ EXPERIMENT = Experiment(
     rows=rows,
     tables=tables,
     note=(
-        "Naval and Protein at the paper's 4000 epochs take one and a half and two hours on an idle core and have not been run: those "
-        "below have fewer epochs and are marked. The command, which goes on where it was stopped: `python -m "
+        "Naval and Protein at the paper's 4000 epochs take one and a half and two hours on an idle core and have not been run: "
+        "those below have fewer epochs and are marked. The command, which goes on where it was stopped: `python -m "
         "patchbayes_reproduce.regression_sets --scale paper --sets naval protein --methods ecmp emp dropout --data-dir DATA "
         "--out FOLDER`; their ensembles would take five times as long and are left out. Readings of the protocol: `python -m "
         "patchbayes_reproduce.regression_variants --data-dir DATA`, then `patchbayes reproduce regression --work results "
-        "--finished`; no reading comes near the paper's 12.90 and 29.48 for dropout and the ensemble on Yacht. The file of Year "
-        "is not in the usual collection."
+        "--finished`; no reading comes near the paper's 12.90 and 29.48 for dropout and the ensemble on Yacht. The file of "
+        "Year is not in the usual collection."
     ),
     runs=lambda result: [(run["date"], sum(run["seconds"].values())) for run in (*result["runs"], *result["variants"])],
 )
