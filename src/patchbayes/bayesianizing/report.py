@@ -225,7 +225,7 @@ class BayesianizeReport:
         """One sentence: what was added, and what a file holds of it, without names and digests."""
         if not self.patch_bytes:
             tried = f"no patches (those that were tried: {self.tried_bytes:,} bytes)"
-            return f"{tried}; the network's own {self.model_bytes:,} bytes, and a temperature"
+            return f"{tried}; the network's own {self.model_bytes:,} bytes, and a {self.calibration._what}"
         added, share = self.patch.parameters_after - self.patch.parameters_before, self.patch_bytes / self.model_bytes
         return (
             f"{added:,} parameters were added; their values take {self.patch_bytes:,} bytes, {100 * share:.1f} % of the "
