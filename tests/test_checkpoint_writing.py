@@ -37,7 +37,7 @@ def limited_file_size(number: int):
 
 def test_a_folder_that_is_not_there_is_named(tmp_path):
     missing = tmp_path / "nowhere" / "patch.safetensors"
-    with pytest.raises(FileNotFoundError, match=f"^{missing} cannot be written: there is no folder {missing.parent}.$"):
+    with pytest.raises(FileNotFoundError, match=f"No such file or directory: '{missing.parent}'$"):
         pb.save(trained(), missing)
     assert not missing.parent.exists()
 

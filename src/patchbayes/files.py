@@ -1,6 +1,7 @@
 """Files: written so that a reader sees the old content or the new one, never a part; read only where they are files."""
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -28,7 +29,7 @@ def replacing(path: Path) -> Iterator[Path]:
     is removed first.
     """
     if not path.parent.is_dir():
-        raise FileNotFoundError(f"{path} cannot be written: there is no folder {path.parent}.")
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path.parent))
     remove_leftovers(path.parent, path.name)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.{writer_mark()}", suffix=_PART)
     os.close(descriptor)
