@@ -12,10 +12,10 @@ from torch.nn.functional import logsigmoid
 from ..errors import PatchbayesError
 from ..likelihoods import Likelihood
 from ..likelihoods.likelihood import tempered
-from ..metrics.temperature import MOST_FACTOR
+from ..metrics.temperature import fit_variance_factor
 
-#: The deviation of log T that a temperature is shrunk by, as `metrics.fit_temperature` explains; a variance has twice that.
-_PRIOR, _VARIANCE_PRIOR = 0.5, 1.0
+#: The deviation of log T that a temperature is shrunk by, as `metrics.fit_temperature` explains.
+_PRIOR = 0.5
 _RANGE = math.log(100.0)
 
 
@@ -120,37 +120,21 @@ def _are_probabilities(outputs: Tensor, class_dim: int) -> bool:
 
 @torch.no_grad()
 def best_temperature(averages: Sequence[Average], targets: Sequence[Tensor]) -> float:
-    """The temperature with the least NLL on all batches, shrunk towards 1 by what they leave uncertain.
-
-    A factor on a variance may be any: the unit of the targets is arbitrary, and so is a precision that nobody has fitted. It
-    is looked for around the ratio of squared errors to variances, and hardly shrunk where it is far from 1.
-    """
-    numbers = averages[0].kind == "numbers"
-    low, high = -_RANGE, _RANGE
-    if numbers:
-        expected = math.log(min(max(_squared_errors(averages, targets), MOST_FACTOR**-1), MOST_FACTOR))
-        low, high = min(low, expected - 2), max(high, expected + 2)
+    """The temperature with the least NLL on all batches, shrunk towards 1 by what they leave uncertain; of numbers, the factor
+    on their variance (`fit_variance_factor`)."""
+    if averages[0].kind == "numbers":
+        means, variances = (torch.cat([a.parts[i].flatten(2) for a in averages], 1) for i in range(2))
+        wanted = torch.cat([y.reshape(a.parts[0].shape[1:]).flatten(1) for a, y in zip(averages, targets, strict=True)])
+        return fit_variance_factor(means, variances.clamp_min(torch.finfo(variances.dtype).tiny), wanted)
 
     def loss(log_temperature: float) -> float:
         scores = (
             float(a.log_score(y, log_temperature, summed=True).double().sum())
             for a, y in zip(averages, targets, strict=True)
         )
-        if numbers:
-            return -sum(scores) + math.log1p(0.5 * (log_temperature / _VARIANCE_PRIOR) ** 2)
         return -sum(scores) + 0.5 * (log_temperature / _PRIOR) ** 2
 
-    return math.exp(_least(loss, low, high))
-
-
-def _squared_errors(averages: Sequence[Average], targets: Sequence[Tensor]) -> float:
-    """The mean of squared errors, each as a multiple of its predictive variance."""
-    ratios = []
-    for average, wanted in zip(averages, targets, strict=True):
-        means, variances = (part.double() for part in average.parts)
-        spread = variances.mean(0) + means.var(0, correction=0)
-        ratios.append(((wanted.double().reshape(spread.shape) - means.mean(0)).square() / spread).flatten())
-    return float(torch.cat(ratios).mean())
+    return math.exp(_least(loss, -_RANGE, _RANGE))
 
 
 @torch.no_grad()

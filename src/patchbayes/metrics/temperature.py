@@ -10,7 +10,7 @@ from ..errors import PatchbayesError
 from .checks import check_examples, checked_classes, checked_weights
 
 _LEAST = 0.01  # temperatures are looked for between this and its inverse
-MOST_FACTOR = 1e12  # of a variance: beyond that, or its inverse, targets are not of the kind that is predicted
+_MOST_FACTOR = 1e12  # of a variance: beyond that, or its inverse, targets are not of the kind that is predicted
 _FIRST_LOOK = 13  # values of log T tried before the best of them is refined
 _VALUES = 2**20  # of draws, examples and targets held at a time
 
@@ -90,7 +90,7 @@ def fit_variance_factor(
         raise PatchbayesError("fit_variance_factor: expected variances above 0 and finite targets.")
     center = (w * means).sum(0)
     spread = (w * (variances + (means - center).square())).sum(0)
-    expected = math.log(min(max(float(((y - center).square() / spread).mean()), MOST_FACTOR**-1), MOST_FACTOR))
+    expected = math.log(min(max(float(((y - center).square() / spread).mean()), _MOST_FACTOR**-1), _MOST_FACTOR))
     rows = max(1, _VALUES // max(means[:, 0].numel(), 1))
 
     def look(log_factor: float) -> tuple[float, float]:
