@@ -71,7 +71,7 @@ def test_where_no_draws_are_chosen_no_patches_are_left(tmp_path: Path) -> None:
     assert report.calibration.chosen == "none"
     assert report.patch_bytes == 0
     assert pb.patched_sites(net) == {}
-    assert "tried, and taken off again: patched 1 site of" in str(report)
+    assert "tried, then removed: patched 1 site of" in str(report)
     assert "no patches (those that were tried: 24 bytes); the network's own" in str(report)
     assert all(torch.equal(net.state_dict()[name], value) for name, value in given.state_dict().items())
     expected = torch.softmax(logits / report.temperature, -1)

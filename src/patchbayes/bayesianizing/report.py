@@ -233,7 +233,7 @@ class BayesianizeReport:
         )
 
     def __str__(self) -> str:
-        patched = str(self.patch) if self.patch_bytes else f"tried, and taken off again: {self.patch}"
+        patched = str(self.patch) if self.patch_bytes else f"tried, then removed: {self.patch}"
         return "\n".join([patched, "", str(self.calibration), f"size    {self.size}", "load    " + self.call])
 
 
