@@ -1,3 +1,4 @@
+import faulthandler
 import os
 from pathlib import Path
 
@@ -5,6 +6,31 @@ import pytest
 import torch
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start: two of them share two cores
+
+_STANDARD_ERROR = pytest.StashKey[int]()
+_GRACE = 60.0  # seconds that a test has to end after its time limit
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_STANDARD_ERROR] = os.dup(2)  # before pytest takes it for itself
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    os.close(config.stash[_STANDARD_ERROR])
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item):
+    """A test that its time limit cannot end, since it hangs in C code or waits for its threads, ends its process.
+
+    The stacks of all threads are written to standard error, xdist calls the test failed and goes on with the others.
+    """
+    limit = float(item.config.getini("timeout")) + _GRACE
+    faulthandler.dump_traceback_later(limit, exit=True, file=item.config.stash[_STANDARD_ERROR])
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture(autouse=True)
