@@ -245,3 +245,19 @@ def test_one_pass_of_a_regression_has_a_density_without_being_told_to_keep_it():
     found = pb.predict(model, x, draws="mean", likelihood=Gaussian(2.0))
     expected = torch.distributions.Normal(model(x), 2.0**-0.5).log_prob(y)[:, 0]
     torch.testing.assert_close(found.log_prob(y), expected)
+
+
+@pytest.mark.parametrize("draws", [5, "mean", "auto"])
+@pytest.mark.parametrize("class_dim", [-1, 1])
+def test_probabilities_in_the_place_of_logits_are_warned_of(draws, class_dim):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 3), nn.Softmax(-1)).double()
+    pb.patch_(model, pb.ECMP(3, jitter=0.5), "norm")
+    x, likelihood = some_inputs(6, seed=1), pb.likelihoods.Categorical(class_dim)
+    with pytest.warns(UserWarning, match=r"gives probabilities .*probs\.log\(\)"):
+        pb.predict(model, x, draws, likelihood=likelihood)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        logs = pb.predict(model, x, draws, likelihood=likelihood, output=lambda probs: probs.log())
+        pb.predict(model, x[:1], draws, likelihood=likelihood)  # of one example nothing is concluded
+    assert (logs.probs.sum(-1) - 1).abs().max() < 1e-9

@@ -186,3 +186,24 @@ def test_training_and_prediction_do_not_warn(recwarn):
     with pb.use_draw(model):
         model(X)
     assert not recwarn.list
+
+
+# ---- a slice of a patched Sequential has the patched class, without its record
+
+
+def test_a_slice_of_a_patched_sequential_is_a_part_like_any_other():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4), nn.Linear(4, 3))
+    pb.patch_(model, pb.ECMP(3, jitter=0.5))
+    x = torch.randn(6, 5)
+    features = model[:2]
+    mean = copy.deepcopy(model).eval()
+    pb.unpatch_(mean, keep="mean")
+    assert torch.equal(features.eval()(x), mean[:2](x))
+    with pytest.raises(PatchbayesError, match=r"ran outside a forward call(.|\n)*use_draw"):
+        features.train()(x)
+    draw = pb.Draws.sample(model, 1)
+    with torch.no_grad(), pb.use_draw(model, draw):
+        assert torch.equal(model[2](features(x)), model(x))
+    assert set(features.state_dict()) < set(model.state_dict())
+    assert not pb.is_patched(features)

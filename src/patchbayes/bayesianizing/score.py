@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from ..errors import PatchbayesError
-from ..likelihoods import Likelihood
+from ..likelihoods import Categorical, Likelihood
 from ..likelihoods.likelihood import tempered
 from ..metrics.temperature import fit_variance_factor
 
@@ -104,18 +104,11 @@ def check_scored(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> No
             f"calibrate_: {type(likelihood).__name__} offers a {likelihood.offers}; expected one of {', '.join(known)}."
         )
     likelihood.log_prob(outputs, targets)
-    if likelihood.offers == "ClassPrediction" and _are_probabilities(outputs, getattr(likelihood, "class_dim", -1)):
+    if isinstance(likelihood, Categorical) and likelihood.are_probabilities(outputs):
         raise PatchbayesError(
             "calibrate_: the network gives probabilities (none below 0, and they sum to 1 over the classes); expected logits.\n"
             "  do       leave its last softmax out, or pass output=lambda probs: probs.log()."
         )
-
-
-def _are_probabilities(outputs: Tensor, class_dim: int) -> bool:
-    """Whether every sum over classes is 1: logits that happen to do so, for two examples or more, are not to be expected."""
-    dim = class_dim if class_dim < 0 else class_dim + 1  # behind the draws
-    sums = outputs.detach().double().sum(dim)
-    return bool((outputs >= 0).all()) and sums.numel() > 1 and bool((sums - 1).abs().max() < 1e-3)
 
 
 @torch.no_grad()

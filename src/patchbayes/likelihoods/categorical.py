@@ -27,6 +27,13 @@ class Categorical(Likelihood):
             raise PatchbayesError("Categorical(class_dim=0): axis 0 holds the examples; classes stand on another.")
         self.class_dim, self.ignore_index = class_dim, ignore_index
 
+    def are_probabilities(self, outputs: Tensor) -> bool:
+        """Whether outputs (S, B, C) sum to 1 over the classes, none below 0: logits of two examples or more never do."""
+        if not bool((outputs >= 0).all()):
+            return False
+        sums = outputs.detach().double().sum(self.class_dim if self.class_dim < 0 else self.class_dim + 1)
+        return sums.numel() > 1 and bool((sums - 1).abs().max() < 1e-3)
+
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """log p(y | x, w) of every label: outputs (S, B, C), targets (B,) give (S, B); 0 where the label is ignored.
 

@@ -128,7 +128,9 @@ def remove_root_(root: nn.Module) -> None:
 
 def with_draw(root: nn.Module, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run `function(root, ...)` with the draw that this call of the network computes with."""
-    network: PatchedNetwork = root.__dict__[RECORD]
+    network: PatchedNetwork | None = root.__dict__.get(RECORD)
+    if network is None:  # a slice of a patched Sequential has its class, and is a part of it like any other
+        return function(root, *args, **kwargs)
     if torch.compiler.is_dynamo_compiling():
         network.compiling = network.held if network.held is not None else _next(network, root)
         return function(root, *args, **kwargs)

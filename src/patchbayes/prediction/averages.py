@@ -1,5 +1,6 @@
 """From the outputs of draws to a prediction: running averages, whichever engine and order the outputs come in."""
 
+import warnings
 from collections.abc import Generator, Iterator, Mapping
 from typing import Any, Literal
 
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from ..draws.draws import Draws
 from ..errors import PatchbayesError
-from ..likelihoods import Likelihood
+from ..likelihoods import Categorical, Likelihood
 from .loop import Members, Outputs
 from .moments import MonteCarloMean
 from .plan import Plan
@@ -16,6 +17,12 @@ from .prediction import Prediction, prediction_class
 from .running import is_large
 
 Statistics = Literal["all", "averages"]
+
+_LOOKED_AT = 16  # examples
+_PROBABILITIES = (
+    "predict: the network gives probabilities (none below 0, and they sum to 1 over the classes), but its outputs are read as "
+    "logits: leave its last softmax out, or pass output=lambda probs: probs.log()"
+)
 
 
 def average(
@@ -39,6 +46,8 @@ def average(
     kind = prediction_class(likelihood.offers)
     try:
         first = next(outputs)
+        if isinstance(likelihood, Categorical) and likelihood.are_probabilities(first[1][:1, :_LOOKED_AT]):
+            warnings.warn(_PROBABILITIES, stacklevel=5)
         lean = statistics == "averages" or (statistics is None and not keep and is_large(first[1]))
         coming = _with_first([first], outputs)
         del first
