@@ -124,7 +124,7 @@ def _check_calibrated(dataset: Dataset, method: str, patched: bool) -> None:
         raise PatchbayesError(
             f"train --calibrate: expected a patched network of classes and a held-out part, got a {dataset.task} with "
             f"{method}, held-out examples: {len(dataset.held_out or ())}.\n"
-            "  do       leave --calibrate away; `evaluate` fits a temperature to any network of classes."
+            "  do       leave --calibrate out; `evaluate` fits a temperature to any network of classes."
         )
 
 
