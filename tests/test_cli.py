@@ -264,25 +264,3 @@ def test_a_command_keeps_the_memory_that_a_step_frees_unless_the_environment_say
     assert wished[0] == 0
     assert wished[1] >= 40 * 8  # a page of each tensor at least, where pages are large
     assert kept[1] < 0.3 * wished[1]
-
-
-LARGE_PAGES = """
-import re, resource, sys
-from pathlib import Path
-from patchbayes.cli.memory import keep_freed_memory
-if len(sys.argv) > 1:
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + 2**28, resource.RLIM_INFINITY))
-assert keep_freed_memory() and keep_freed_memory()
-content = bytearray(2**26), [bytearray(2**20) for _ in range(64)]
-heap = re.findall(r"\\[heap\\]\\nSize: +([0-9]+) kB(?:.|\\n)*?VmFlags:(.*)", Path("/proc/self/smaps").read_text())
-print(sum(int(size) for size, flags in heap if " hg" in flags) >> 10)
-"""
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's mallopt")
-@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="a kernel without large pages")
-def test_half_a_gibibyte_of_heap_is_asked_for_in_large_pages_where_there_is_room():
-    none = dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"))
-    assert int(python("-c", LARGE_PAGES, **none).stdout) >= 500
-    assert int(python("-c", LARGE_PAGES, "limited", **none).stdout) < 400  # and memory can be had all the same
