@@ -121,7 +121,7 @@ def run_study(study: Study, setting: Workspace, name: str) -> dict[str, Any]:
             folders[label, seed] = _ran(study, setting, work, taken, seed)
     if not folders:
         raise PatchbayesError(f"{work}: no run is finished yet; leave --finished out to go on with them.")
-    if study.corruptions:
+    if study.corruptions and not setting.finished:
         _corrupt(study, setting, list(folders.values()))
     found: dict[str, list[dict[str, Any]]] = {label: [] for label, _ in folders}
     for (label, seed), folder in folders.items():
