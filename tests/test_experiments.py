@@ -342,6 +342,12 @@ def test_image_experiments_at_smoke_scale(name, tmp_path, monkeypatch):
     assert verdicts == {"not comparable"}  # the record does not tell the regime
     if name == "imagenet":
         assert result["methods"]["vanilla"][0]["corruptions"]["mce"] == pytest.approx(100)
+        path = tmp_path / "work" / "imagenet-smoke" / "vanilla-0" / "evaluation.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"corruptions": None}))
+        again = found.run("smoke", replace(setting, finished=True))  # what is not there is not made
+        assert again["methods"]["vanilla"][0]["corruptions"] is None
+        assert again["methods"]["ecmp_bn_output"][0]["corruptions"] == result["methods"]["ecmp_bn_output"][0]["corruptions"]
+        assert all(summary.markdown(table) for table in found.tables(again).values())
     else:
         assert result["methods"]["vanilla"][0]["draw_schemes"] is None
         (tmp_path / "work" / "cifar100-smoke" / "dropout-1" / "evaluation.json").unlink()
