@@ -11,6 +11,7 @@ from torch.nn.functional import logsigmoid
 
 from ..errors import PatchbayesError
 from ..likelihoods import Categorical, Likelihood
+from ..likelihoods.categorical import LOGITS_INSTEAD, PROBABILITIES
 from ..likelihoods.likelihood import tempered
 from ..metrics.temperature import fit_variance_factor
 
@@ -105,10 +106,7 @@ def check_scored(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> No
         )
     likelihood.log_prob(outputs, targets)
     if isinstance(likelihood, Categorical) and likelihood.are_probabilities(outputs):
-        raise PatchbayesError(
-            "calibrate_: the network gives probabilities (none below 0, and they sum to 1 over the classes); expected logits.\n"
-            "  do       leave its last softmax out, or pass output=lambda probs: probs.log()."
-        )
+        raise PatchbayesError(f"calibrate_: {PROBABILITIES}; expected logits.\n  do       {LOGITS_INSTEAD}.")
 
 
 @torch.no_grad()

@@ -8,6 +8,10 @@ from torch import Tensor
 from ..errors import PatchbayesError
 from .likelihood import Likelihood
 
+#: What is wrong, and what to do, where a network gives probabilities in the place of logits.
+PROBABILITIES = "the network gives probabilities (none below 0, and they sum to 1 over the classes)"
+LOGITS_INSTEAD = "leave its last softmax out, or pass output=lambda probs: probs.log()"
+
 
 class Categorical(Likelihood):
     """The output holds logits (or log-probabilities) of C classes along `class_dim`; targets are class numbers.

@@ -27,7 +27,7 @@ from .posterior import (
     quadratic,
     root_mean_square,
 )
-from .units import num_units, pick, spread
+from .units import counting, num_units, pick, spread
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -187,7 +187,7 @@ class MixturePosterior(Posterior):
         """
         if stored is None and indices.dim() == 1 and name in self._flat:
             flat, (first, number) = self.components[name], self._places[name]
-            places = _counting(number, flat.device)
+            places = counting(number, flat.device)
             return flat.index_select(0, places.add(indices[first : first + number].to(flat.device), alpha=number))
         stored = self.stored(name) if stored is None else stored
         if name not in self._places:
@@ -391,21 +391,6 @@ def _check_fit(method: Any, layer: nn.Module) -> None:
 
 def _has_statistics(layer: nn.Module) -> bool:
     return isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.running_mean is not None
-
-
-_counted: dict[tuple[int, torch.device], Tensor] = {}
-
-
-def _counting(number: int, device: torch.device) -> Tensor:
-    """0 to number - 1, kept: in a training step of a small network, making them again takes as long as the pick itself."""
-    if torch.compiler.is_compiling():
-        return torch.arange(number, device=device)
-    found = _counted.get((number, device))
-    if found is None:
-        found = torch.arange(number, device=device)
-        if type(found) is Tensor and not found.is_inference():  # not those of a tracer
-            _counted[number, device] = found
-    return found
 
 
 def _flat(components: Tensor) -> Tensor:

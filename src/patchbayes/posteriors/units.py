@@ -27,6 +27,22 @@ def num_units(module: nn.Module, name: str, shape: tuple[int, ...]) -> int:
     return shape[axis] * (int(getattr(module, "groups", 1)) if axis == 1 else 1)
 
 
+_counted: dict[tuple[int, torch.device], Tensor] = {}
+_KEPT = 2**16
+
+
+def counting(number: int, device: torch.device) -> Tensor:
+    """0 to number - 1, kept: in a training step of a small network, making them again takes as long as the pick itself."""
+    if torch.compiler.is_compiling():
+        return torch.arange(number, device=device)
+    found = _counted.get((number, device))
+    if found is None:
+        found = torch.arange(number, device=device)
+        if number <= _KEPT and type(found) is Tensor and not found.is_inference():  # not those of a tracer
+            _counted[number, device] = found
+    return found
+
+
 def pick(stored: Tensor, which: Tensor) -> Tensor:
     """stored (K, *shape) at which (*lead, *shape): the element-wise choice (*lead, *shape)."""
     if which.dim() == stored.dim() - 1:
@@ -36,7 +52,7 @@ def pick(stored: Tensor, which: Tensor) -> Tensor:
         flat = which.reshape(-1, 1, *stored.shape[1:])
         return stored.expand(flat.shape[0], *stored.shape).gather(1, flat).reshape(*lead, *stored.shape[1:])
     # Without gradients, from one long vector of all components: three times as fast.
-    places = torch.arange(size, device=which.device).add(which.reshape(-1, size), alpha=size)
+    places = counting(size, which.device).add(which.reshape(-1, size), alpha=size)
     return stored.reshape(-1).index_select(0, places.reshape(-1)).reshape(*lead, *stored.shape[1:])
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..draws.draws import Draws
 from ..errors import PatchbayesError
 from ..likelihoods import Categorical, Likelihood
+from ..likelihoods.categorical import LOGITS_INSTEAD, PROBABILITIES
 from .loop import Members, Outputs
 from .moments import MonteCarloMean
 from .plan import Plan
@@ -19,10 +20,6 @@ from .running import is_large
 Statistics = Literal["all", "averages"]
 
 _LOOKED_AT = 16  # examples
-_PROBABILITIES = (
-    "predict: the network gives probabilities (none below 0, and they sum to 1 over the classes), but its outputs are read as "
-    "logits: leave its last softmax out, or pass output=lambda probs: probs.log()"
-)
 
 
 def average(
@@ -47,7 +44,7 @@ def average(
     try:
         first = next(outputs)
         if isinstance(likelihood, Categorical) and likelihood.are_probabilities(first[1][:1, :_LOOKED_AT]):
-            warnings.warn(_PROBABILITIES, stacklevel=5)
+            warnings.warn(f"predict: {PROBABILITIES}, read as logits here: {LOGITS_INSTEAD}", stacklevel=5)
         lean = statistics == "averages" or (statistics is None and not keep and is_large(first[1]))
         coming = _with_first([first], outputs)
         del first
