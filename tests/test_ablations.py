@@ -186,6 +186,8 @@ def test_smoke_scale_by_the_command_goes_on_from_its_files(tmp_path, monkeypatch
     path.write_text("{")
     with pytest.raises(PatchbayesError, match=r"EMP-0.json is not a result of this experiment"):
         reproduce(found, "smoke", Workspace(work_dir=work), tmp_path)
+    with pytest.raises(PatchbayesError, match="a record of ablations is made in one go; leave --add out"):
+        reproduce(found, "smoke", Workspace(work_dir=work), tmp_path, add=True)
     with pytest.raises(PatchbayesError, match="no seed is finished yet"):
         reproduce(found, "smoke", Workspace(work_dir=tmp_path / "empty", finished=True), tmp_path)
 

@@ -10,6 +10,7 @@ import torch
 
 from command_line import command
 from patchbayes.errors import PatchbayesError
+from patchbayes.files import write_atomically
 from patchbayes.posteriors import ECMP, EMP, DropConnect
 from patchbayes_reproduce import (
     gpu_memory,
@@ -349,6 +350,16 @@ def test_image_experiments_at_smoke_scale(name, tmp_path, monkeypatch):
         other = next(label for label in result["methods"] if label != "vanilla")
         assert again["methods"][other][0]["corruptions"] == result["methods"][other][0]["corruptions"] is not None
         assert all(summary.markdown(table) for table in found.tables(again).values())
+        elsewhere = tmp_path / "elsewhere"
+        elsewhere.mkdir()
+        write_atomically(record_path(elsewhere, name, "smoke"), json.dumps(record | {"result": again}).encode())
+        there = Workspace(work_dir=elsewhere / "work")
+        completed = reproduce(found, "smoke", there, elsewhere, add=True)["result"]["methods"]
+        assert [path.name for path in (elsewhere / "work" / "imagenet-smoke").iterdir()] == [
+            "vanilla-0"
+        ]  # lacked scores
+        assert completed["vanilla"][0]["corruptions"] == result["methods"]["vanilla"][0]["corruptions"]
+        assert completed[other] == again["methods"][other]
     else:
         assert result["methods"]["vanilla"][0]["draw_schemes"] is None
         (tmp_path / "work" / "cifar100-smoke" / "dropout-1" / "evaluation.json").unlink()

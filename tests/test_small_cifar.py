@@ -1,5 +1,6 @@
 """The study at small scale: its part of CIFAR-100, its networks, corruptions for small images, and calibrated runs."""
 
+import copy
 import dataclasses
 import json
 
@@ -169,6 +170,35 @@ def test_a_study_keeps_every_run_and_takes_finished_ones(tmp_path, monkeypatch):
     assert all(len(line) == len(header) for line in lines)
     assert lines[1][-1] == "not comparable"  # one epoch
     assert lines[2][0].startswith("explicit ensemble of the 2 vanilla networks")
+
+
+def test_a_record_is_completed_elsewhere(tmp_path, monkeypatch):
+    """Runs of the record are kept as they are; those that it lacks are made, the tuned rate is the record's."""
+    monkeypatch.setitem(image_study_methods(), "dropout 0.02", {"method": "dropout(0.02)", "sites": "linear"})
+    monkeypatch.setitem(image_study_methods(), "dropout 0.3", {"method": "dropout(0.3)", "sites": "linear"})
+    study = tiny_study()
+    whole = json.loads(json.dumps(run_study(study, Workspace(work_dir=tmp_path / "one"), "tiny")))
+    assert all(len(kept) == 2 for kept in whole["methods"].values())
+    part = copy.deepcopy(whole)
+    del part["methods"]["ecmp_bn_output"], part["methods"]["dropout_tuned"][1]
+    part["methods"]["vanilla"][0]["metrics"]["nll"]["value"] = 7.0  # not made again
+    setting = Workspace(work_dir=tmp_path / "two", known=part)
+    completed = json.loads(json.dumps(run_study(study, setting, "tiny")))
+    rate = whole["methods"]["dropout_tuned"][0]["method"].removeprefix("Dropout(").removesuffix(")")
+    assert {path.name for path in (tmp_path / "two" / "tiny").iterdir()} == {
+        "ecmp_bn_output-0", "ecmp_bn_output-1", f"dropout-{rate}-1"
+    }  # fmt: skip
+    assert completed["methods"]["vanilla"] == part["methods"]["vanilla"]
+    assert completed["ensemble"] == whole["ensemble"]
+    for label in ("ecmp_bn_output", "dropout_tuned"):
+        assert [kept["metrics"] for kept in completed["methods"][label]] == [
+            kept["metrics"] for kept in whole["methods"][label]
+        ]
+    assert list(completed["methods"]) == list(whole["methods"])
+    nothing = run_study(study, Workspace(work_dir=tmp_path / "three", known=part, finished=True), "tiny")
+    assert {label: len(kept) for label, kept in nothing["methods"].items()} == {"vanilla": 2, "dropout_tuned": 1}
+    with pytest.raises(PatchbayesError, match="has draws 4, this study 5: it cannot be completed"):
+        run_study(dataclasses.replace(study, draws=5), setting, "tiny")
 
 
 def image_study_methods():

@@ -170,4 +170,5 @@ EXPERIMENT = Experiment(
     tables=tables,
     figures=figures,
     runs=runs_of,
+    grows=True,
 )

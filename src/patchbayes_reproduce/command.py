@@ -23,6 +23,9 @@ def reproduce(
     finished: Annotated[
         bool, typer.Option("--finished", help="Take the runs that are finished; begin no other.")
     ] = False,
+    add: Annotated[
+        bool, typer.Option("--add", help="Keep the runs of the record that is there; make those that it lacks.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON.")] = False,
 ) -> None:
     """Repeat an experiment of the paper.
@@ -33,6 +36,7 @@ def reproduce(
     patchbayes reproduce --list
     patchbayes reproduce prior
     patchbayes reproduce regression --scale small --data-dir data
+    patchbayes reproduce imagenet --add
     patchbayes reproduce --verify
     """
     from . import experiment as experiments
@@ -64,7 +68,7 @@ def reproduce(
         if scale not in experiments.SCALES:
             raise typer.BadParameter(f"--scale {scale}: give one of {', '.join(experiments.SCALES)}.")
         setting = experiments.Workspace(data_dir, work or results / "work", tell, finished)
-        record = experiments.reproduce(chosen, scale, setting, results)
+        record = experiments.reproduce(chosen, scale, setting, results, add=add)
         if as_json:
             show_json(record)
             return

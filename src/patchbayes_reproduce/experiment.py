@@ -5,7 +5,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -53,6 +53,7 @@ class Experiment:
     figures result -> {file name without ending: matplotlib figure}.
     note    what a reader must know of the records: what was left out, and how to make it.
     runs    result -> (date, seconds) of each run that the record is made of; none where the record was made in one go.
+    grows   whether a record that is there can be completed (`Workspace.known`).
     """
 
     name: str
@@ -65,6 +66,7 @@ class Experiment:
     figures: "Callable[[dict[str, Any]], dict[str, Figure]]" = lambda result: {}
     runs: Callable[[dict[str, Any]], list[tuple[str, float]]] = lambda result: []
     note: str = ""
+    grows: bool = False
 
 
 TextTable = tuple[Sequence[str], Sequence[Sequence[str]]]
@@ -75,18 +77,27 @@ class Workspace:
     """Where an experiment finds data and leaves parts of its work, so that it can go on after an interruption.
 
     finished: where an experiment is made of runs, take those that are finished and begin no other.
+    known: the result of a record that is to be completed: its runs are kept.
     """
 
     data_dir: Path | None = None
     work_dir: Path | None = None
     say: Callable[[str], None] = field(default=lambda text: None)
     finished: bool = False
+    known: Mapping[str, Any] | None = None
 
 
-def reproduce(experiment: Experiment, scale: Scale, setting: Workspace, folder: Path) -> dict[str, Any]:
-    """Run an experiment and write its record, folder/NAME-SCALE.json."""
+def reproduce(
+    experiment: Experiment, scale: Scale, setting: Workspace, folder: Path, *, add: bool = False
+) -> dict[str, Any]:
+    """Run an experiment and write its record, folder/NAME-SCALE.json.
+
+    add: keep the runs of the record that is there, and make those that it lacks.
+    """
     if scale not in SCALES:
         raise PatchbayesError(f"reproduce: scale={scale!r}; give one of {', '.join(SCALES)}.")
+    if add:
+        setting = replace(setting, known=_to_complete(experiment, scale, folder))
     origin = provenance()
     began = time.perf_counter()
     result = experiment.run(scale, setting)
@@ -100,6 +111,17 @@ def reproduce(experiment: Experiment, scale: Scale, setting: Workspace, folder: 
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(record_path(folder, experiment.name, scale), (json.dumps(record, indent=1) + "\n").encode())
     return record
+
+
+def _to_complete(experiment: Experiment, scale: Scale, folder: Path) -> dict[str, Any]:
+    if not experiment.grows:
+        raise PatchbayesError(f"reproduce: a record of {experiment.name} is made in one go; leave --add out.")
+    record = read_record(folder, experiment.name, scale)
+    if record is None:
+        raise PatchbayesError(
+            f"reproduce: {record_path(folder, experiment.name, scale)} is not there to be completed; leave --add out."
+        )
+    return dict(record["result"])
 
 
 def record_path(folder: Path, name: str, scale: Scale) -> Path:

@@ -1,7 +1,8 @@
 """What the experiments on images share: train every method with every seed, evaluate it, keep what the tables need.
 
 Runs are folders of the working directory: an interrupted study goes on where it was, and several tables and figures come from
-the same runs.
+the same runs. A record that is there can be completed (`Workspace.known`), on another machine too: its runs are kept, and what
+it lacks is made.
 """
 
 import contextlib
@@ -29,6 +30,7 @@ from patchbayes.runs.answers import class_answers, fitting_batch_size
 from patchbayes.runs.classification import draws_curve
 from patchbayes.runs.evaluate import evaluate_corruptions
 from patchbayes.runs.record import RunScores, as_json
+from patchbayes.runs.robustness import compared_with
 
 from .calibrated_runs import calibrated, ensemble_scores, outside_regime
 from .experiment import Workspace
@@ -73,6 +75,8 @@ class Study:
     Test draws are independent, as the paper's; `draws_study` puts balanced ones beside them, of the first seed's networks.
     calibrate   score every run also after `calibrate_`, and say whether the networks are in the regime of the paper's claims.
     later       methods that are run after all seeds of the others.
+    corrupt_each  make the corrupted images once for each run, and keep its scores at once: for images that are small. Otherwise
+                they are read or made once for all runs, at the end.
     rates       rates of dropout to choose from by the first seed's NLL on the held-out part: the method "dropout_tuned".
     """
 
@@ -88,6 +92,7 @@ class Study:
     corruption_examples: int = 1000
     corruption_draws: int = 100
     corruption_strengths: Strengths = "imagenet"
+    corrupt_each: bool = False
     draws_study: DrawsStudy | None = None
     note: str = ""
     each: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -114,38 +119,104 @@ def run_study(study: Study, setting: Workspace, name: str) -> dict[str, Any]:
     """
     assert setting.work_dir is not None
     work = setting.work_dir / name
+    known = _known_runs(study, setting.known)
     folders: dict[tuple[str, int], Path] = {}
     for label, seed in study.runs():
+        if (label, seed) in known and _is_complete(study, known[label, seed]):
+            continue
         with contextlib.suppress(_NotFinished):
-            taken = _tuned_dropout(study, setting, work) if label == TUNED else label
+            taken = _tuned_dropout(study, setting, work, known) if label == TUNED else label
             folders[label, seed] = _ran(study, setting, work, taken, seed)
-    if not folders:
+    if not folders and not known:
         raise PatchbayesError(f"{work}: no run is finished yet; leave --finished out to go on with them.")
     if study.corruptions and not setting.finished:
         _corrupt(study, setting, list(folders.values()))
-    found: dict[str, list[dict[str, Any]]] = {label: [] for label, _ in folders}
-    for (label, seed), folder in folders.items():
-        kept = _kept(read_evaluation(folder)) | {"date": RunFolder.open(folder).config["date"]}
-        if study.calibrate:
-            kept["calibrated"] = calibrated(folder, study.split, setting.data_dir)
-        if study.draws_study is not None and seed == 0:
-            kept["draw_schemes"] = _draw_schemes(study.draws_study, setting, folder)
-        found[label].append(kept)
-    result = {
-        "data": study.data,
+    rows = known | {run: _row(study, setting, run[1], folder) for run, folder in folders.items()}
+    _compare_corruptions(rows)
+    result = _circumstances(study, rows) | {"methods": _by_method(study, rows)}
+    plain = [run for run in rows if run[0] == "vanilla"]
+    if study.calibrate and len(plain) > 1:
+        if all(run in folders for run in plain):
+            result["ensemble"] = ensemble_scores([folders[run] for run in plain], study.split, setting.data_dir)
+        elif setting.known and "ensemble" in setting.known:
+            result["ensemble"] = setting.known["ensemble"]
+    return result
+
+
+_Rows = dict[tuple[str, int], dict[str, Any]]  # by method and seed
+
+
+def _row(study: Study, setting: Workspace, seed: int, folder: Path) -> dict[str, Any]:
+    """What a record keeps of a run."""
+    evaluation, config = read_evaluation(folder), RunFolder.open(folder).config
+    kept = _kept(evaluation) | {name: config[name] for name in ("date", "commit")}
+    kept["num_examples"] = evaluation.num_examples
+    if study.calibrate:
+        kept["calibrated"] = calibrated(folder, study.split, setting.data_dir)
+    if study.draws_study is not None and seed == 0:
+        kept["draw_schemes"] = _draw_schemes(study.draws_study, setting, folder)
+    return kept
+
+
+def _circumstances(study: Study, rows: _Rows) -> dict[str, Any]:
+    """What all runs of a record have in common. Data are named without the folder they lie in."""
+    seeds = [sum(label == method for method, _ in rows) for label, _ in rows]
+    return {
+        "data": _named(study.data),
         "model": study.model,
         "split": study.split,
-        "seeds": max(map(len, found.values())),
+        "seeds": max(seeds, default=0),
         "draws": study.draws,
         "training": dict(study.training),
         "note": study.note,
-        "num_examples": read_evaluation(next(iter(folders.values()))).num_examples,
-        "methods": found,
+        "num_examples": next((row["num_examples"] for row in rows.values()), 0),
     }
-    plain = [folder for (label, _), folder in folders.items() if label == "vanilla"]
-    if study.calibrate and len(plain) > 1:
-        result["ensemble"] = ensemble_scores(plain, study.split, setting.data_dir)
-    return result
+
+
+def _named(data: str) -> str:
+    kind, _, path = data.partition(":")
+    return f"{kind}:{Path(path).name}" if path else kind
+
+
+def _by_method(study: Study, rows: _Rows) -> dict[str, list[dict[str, Any]]]:
+    """The rows in the order in which they are run."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for label, seed in study.runs():
+        if (label, seed) in rows:
+            found.setdefault(label, []).append(rows[label, seed])
+    return found
+
+
+def _known_runs(study: Study, known: Mapping[str, Any] | None) -> _Rows:
+    """The runs of a record of this very study; one of another is refused."""
+    if known is None:
+        return {}
+    there, asked = {**known, "data": _named(known["data"])}, json.loads(json.dumps(_circumstances(study, {})))
+    for name in ("data", "model", "split", "draws", "training", "note"):
+        if there[name] != asked[name]:
+            raise PatchbayesError(
+                f"the record that is there has {name} {there[name]}, this study {asked[name]}: it cannot be completed.\n"
+                "  do       leave --add out, and all runs are made anew."
+            )
+    return {
+        (label, kept["seed"]): {"num_examples": known["num_examples"], **kept}
+        for label, found in known["methods"].items()
+        for kept in found
+    }
+
+
+def _is_complete(study: Study, kept: Mapping[str, Any]) -> bool:
+    return not study.corruptions or kept["corruptions"] is not None
+
+
+def _compare_corruptions(rows: _Rows) -> None:
+    """mCE and relative mCE of every run against the first vanilla one."""
+    read = {run: RunScores.from_json(row, f"the record of {run[0]}").corruptions for run, row in rows.items()}
+    scores = {run: one for run, one in read.items() if one is not None}
+    for reference in [run for run in scores if run[0] == "vanilla"][:1]:
+        for run, one in scores.items():
+            compared = compared_with(one, scores[reference], f"vanilla-{reference[1]}")
+            rows[run]["corruptions"] = as_json(compared)
 
 
 class _NotFinished(Exception):
@@ -173,11 +244,15 @@ def _ran(study: Study, setting: Workspace, work: Path, label: str, seed: int) ->
         _evaluate(study, setting, folder)
     if study.calibrate:
         calibrated(folder, study.split, setting.data_dir)
+    if study.corruptions and study.corrupt_each:
+        _corrupt(study, setting, [folder])
     return folder
 
 
-def _tuned_dropout(study: Study, setting: Workspace, work: Path) -> str:
+def _tuned_dropout(study: Study, setting: Workspace, work: Path, known: _Rows) -> str:
     """Dropout at the rate whose calibrated prediction has the least NLL on the first seed's held-out part."""
+    if (TUNED, 0) in known:
+        return next(f"dropout {rate:g}" for rate in study.rates if known[TUNED, 0]["method"] == f"Dropout({rate:g})")
     tried = {f"dropout {rate:g}": 0.0 for rate in study.rates}
     for label in tried:
         folder = _ran(study, setting, work, label, 0)
@@ -191,13 +266,14 @@ def _evaluate(study: Study, setting: Workspace, folder: Path) -> None:
 
 
 def _corrupt(study: Study, setting: Workspace, folders: Sequence[Path]) -> None:
-    """Add the scores under corruption. Images are read and corrupted once, for all runs."""
-    records = [read_evaluation(folder) for folder in folders]
-    if all(record.corruptions is not None for record in records):
+    """Add the scores under corruption of the runs that lack them. Images are read and corrupted once, for all of these."""
+    lacking = [folder for folder in folders if read_evaluation(folder).corruptions is None]
+    if not lacking:
         return
-    runs = [RunFolder.open(folder, trust_code=True) for folder in folders]
+    runs = [RunFolder.open(folder, trust_code=True) for folder in lacking]
     options = replace(_options(study, setting), corruptions=study.corruptions)
-    for folder, record in zip(folders, evaluate_corruptions(runs, records, options, setting.say), strict=True):
+    records = [read_evaluation(folder) for folder in lacking]
+    for folder, record in zip(lacking, evaluate_corruptions(runs, records, options, setting.say), strict=True):
         write_evaluation(folder, record)
 
 

@@ -42,13 +42,13 @@ _STUDIES: Mapping[Scale, Study] = {
         draws=5, curve=(1, 5), corruptions=True, corruption_examples=10, corruption_draws=2,
     ),
     "small": Study(
-        "images:small", "resnet18", _METHODS, 3,
+        "images:small", "resnet18", _METHODS[:4], 3,
         {
             "batch_size": 64, "objective": "simplified", "schedule": "cosine", "held_out": 0.5, "epochs": 40, "size": 32,
             "augmentation": "none", "report_epochs": 1000, "threads": 1,
         },
         draws=100, curve=(1, 20, 100), corruptions=True, corruption_examples=200, corruption_draws=20,
-        corruption_strengths="small", each=_INDEPENDENT, calibrate=True,
+        corruption_strengths="small", corrupt_each=True, each=_INDEPENDENT, calibrate=True, later=_METHODS[4:],
         note="ResNet-18 on 20 classes of CIFAR-100 as image files, 2,000 training images at 32 pixels, 40 epochs",
     ),
     "paper": Study(
@@ -175,4 +175,5 @@ EXPERIMENT = Experiment(
     tables=tables,
     figures=figures,
     runs=runs_of,
+    grows=True,
 )
