@@ -9,8 +9,8 @@
 Contestants: "plain" (the original network, temperature scaling, `bayesianize_`), "dropout:RATE" (20 draws and one pass),
 "mixed:NOISE" (patches as `pb.mixed` puts them, none for 0, then `calibrate_`; 20 draws and one pass), "ensemble:MEMBERS".
 
-Where there are several rates or levels of noise, all are trained with the first seed, and the one with the least NLL on its
-held-out examples, in its better form, is trained with the others. The record keeps what was found.
+Where there are several rates or levels of noise, all are trained with the first seed and see its held-out examples alone; the
+one with the least NLL on them, in its better form, is trained and scored with every seed. The record keeps what was found.
 
 With --reuse, the results of the kinds that it names are those of the record that is there, of the seeds that it has, which
 were made by the same code; the new record says from which commit they are. All else is trained.
@@ -65,6 +65,12 @@ class Regime:
     step: Callable[[Any, str], Callable[[], None]]
     rates: tuple[float, ...] = (0.02, 0.05, 0.1, 0.2, 0.3)
     noises: tuple[float, ...] = (1.0,)
+
+    @staticmethod
+    def without_test(material: Any) -> Any:
+        """The material with its held-out examples in the place of all that is scored."""
+        more = {"corrupted": {}, "unfamiliar": None} if isinstance(material, Material) else {}
+        return replace(material, test=material.held_out, **more)
 
 
 def cifar(seed: int, data_dir: str | None) -> Material:
@@ -157,15 +163,17 @@ def main() -> None:
     if present and (present["epochs"] != epochs or first not in known):
         raise SystemExit("--reuse: the present record has other epochs or another first seed")
 
-    def result(contestant: str, seed: int) -> dict[str, Any]:
-        if contestant.partition(":")[0] in options.reuse and seed in known:
+    def result(contestant: str, seed: int, searching: bool = False) -> dict[str, Any]:
+        if not searching and contestant.partition(":")[0] in options.reuse and seed in known:
             return dict(present["seeds"][known.index(seed)][contestant])
-        file = options.work / f"{options.regime}_{epochs}_{seed}_{contestant.replace(':', '-')}.json"
+        kind = "search" if searching else "scores"
+        file = options.work / f"{options.regime}_{epochs}_{seed}_{contestant.replace(':', '-')}_{kind}.json"
         if not file.exists():
             if seed not in made:
                 made.clear()  # one at a time
                 made[seed] = regime.material(seed, options.data_dir)
-            write_atomically(file, json.dumps(regime.contest(made[seed], contestant, seed, epochs)).encode())
+            seen = regime.without_test(made[seed]) if searching else made[seed]
+            write_atomically(file, json.dumps(regime.contest(seen, contestant, seed, epochs)).encode())
         found: dict[str, Any] = json.loads(file.read_text())
         print(f"seed {seed} {contestant}: " + _line(found), flush=True)
         return found
@@ -179,7 +187,7 @@ def main() -> None:
     search = {
         kind: {float(level): nll for level, nll in present["search"][kind].items()}
         if kind in options.reuse
-        else {level: held_out(result(f"{kind}:{level:g}", first)) for level in some}
+        else {level: held_out(result(f"{kind}:{level:g}", first, searching=True)) for level in some}
         for kind, some in levels.items()
     }
     rate, noise = (min(found, key=found.__getitem__) for found in search.values())

@@ -242,6 +242,27 @@ def test_optimizers_by_name():
     assert {(g["momentum"], g["nesterov"]) for g in groups.values()} == {(0.5, True)}
 
 
+@pytest.mark.parametrize("name", ["adam", "adamw"])
+def test_the_optimizer_on_a_cpu_is_torch_s_own_in_one_pass(name):
+    """Fused, and equal to the default to rounding, decay and several groups included."""
+    settings = {"method": "ecmp(3)", "optimizer": name, "weight_decay": 0.01, "patch_lr": 5e-3}
+    loss = training_loss(**settings)
+    twin = copy.deepcopy(loss)
+    fused = build_optimizer(config(**settings), loss.network, loss.likelihood)
+    assert fused.defaults["fused"]
+    groups = build_optimizer(config(**settings), twin.network, twin.likelihood).param_groups
+    plain = type(fused)([{key: group[key] for key in ("params", "lr", "weight_decay")} for group in groups])
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(5):
+        for own, other in zip(loss.network.parameters(), twin.network.parameters(), strict=True):
+            own.grad = torch.randn(own.shape, generator=generator)
+            other.grad = own.grad.clone()
+        fused.step()
+        plain.step()
+    for own, other in zip(loss.network.parameters(), twin.network.parameters(), strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-6)
+
+
 def test_a_learned_precision_is_optimized_without_decay():
     groups = optimizer_of(learn_precision=True, objective="simplified", weight_decay=0.5)[1]
     assert groups["output_precision"]["weight_decay"] == 0

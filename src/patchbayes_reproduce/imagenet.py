@@ -47,7 +47,7 @@ _STUDIES: Mapping[Scale, Study] = {
             "batch_size": 64, "objective": "simplified", "schedule": "cosine", "held_out": 0.5, "epochs": 40, "size": 32,
             "augmentation": "none", "report_epochs": 1000, "threads": 1,
         },
-        draws=100, curve=(1, 20, 100), corruptions=True, corruption_examples=200, corruption_draws=20,
+        draws=100, curve=(1, 20, 100), corruptions=True, corruption_examples=200, corruption_draws=10,
         corruption_strengths="small", corrupt_each=True, each=_INDEPENDENT, calibrate=True, later=_METHODS[4:],
         note="ResNet-18 on 20 classes of CIFAR-100 as image files, 2,000 training images at 32 pixels, 40 epochs",
     ),
