@@ -20,7 +20,17 @@ from patchbayes_reproduce import (
 )
 from patchbayes_reproduce.experiment import SCALES, Workspace, paper_table, reproduce
 from patchbayes_reproduce.regression_comparison import corrected_test, paired_test
-from patchbayes_reproduce.regression_sets import METHODS, PAPER, Protocol, config_of, plan, recipe_of, run, run_all
+from patchbayes_reproduce.regression_sets import (
+    METHODS,
+    PAPER,
+    Protocol,
+    config_of,
+    protocol_of,
+    recipe_of,
+    run,
+    run_all,
+    sets_of,
+)
 from patchbayes_reproduce.regression_splits import SETS, read_splits
 from patchbayes_reproduce.regression_variants import VARIANTS
 
@@ -125,12 +135,13 @@ def test_the_protocol_is_the_papers():
     dropout, ensemble = (recipe_of("yacht", method, PAPER) for method in ("dropout", "ensemble"))
     assert (dropout.norm, dropout.rate, ensemble.norm, ensemble.rate) == ("none", 0.005, "none", 0)
     assert (PAPER.tau, PAPER.draws, config_of("yacht", "ensemble", PAPER)["members"]) == (0.1, 10_000, 5)
-    assert plan("paper") == dict.fromkeys(SETS, PAPER)
-    small = plan("small")
-    assert list(small) == [name for name in SETS if name != "year"]
-    assert {name for name, protocol in small.items() if protocol != PAPER} == {"naval", "protein"}
-    assert small["naval"] == replace(PAPER, recipe={"epochs": 500})
-    assert plan("smoke")["yacht"].recipe["epochs"] < 10
+    runs = [(name, method) for name in sets_of("small") for method in METHODS]
+    assert sets_of("paper") == list(SETS)
+    assert sets_of("small") == [name for name in SETS if name != "year"]
+    assert all(protocol_of("paper", *run) == PAPER for run in runs)
+    assert [run for run in runs if protocol_of("small", *run) != PAPER] == [("protein", "ensemble")]
+    assert protocol_of("small", "protein", "ensemble") == replace(PAPER, recipe={"epochs": 200})
+    assert protocol_of("smoke", "yacht", "emp").recipe["epochs"] < 10
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -392,7 +403,7 @@ def test_committed_records_follow_the_protocol_and_their_own_splits():
     result = regression_tables.result_of(paths)
     for path, record in zip(paths, result["runs"], strict=True):
         name, method, variant = record["set"], record["method"], record.get("variant")
-        protocol = VARIANTS[variant].protocol(PAPER) if variant else plan("small")[name]
+        protocol = VARIANTS[variant].protocol(PAPER) if variant else protocol_of("small", name, method)
         assert path.relative_to(folder).as_posix() == f"{f'variants/{variant}/' if variant else ''}{name}-{method}.json"
         assert record["config"] == config_of(name, method, protocol), path
         assert [row["split"] for row in record["splits"]] == list(range(SETS[name].splits)), path
