@@ -7,11 +7,14 @@ import json
 import pytest
 import torch
 
+import patchbayes as pb
 from patchbayes.data import read
 from patchbayes.data.corruptions import CORRUPTIONS, CorruptedSplit, corrupt
 from patchbayes.data.splits import ArraySplit
 from patchbayes.errors import PatchbayesError
 from patchbayes.nets.named import build_net
+from patchbayes.posteriors.mixed import adam_rate
+from patchbayes.runs import TrainingConfig
 from patchbayes.runs.answers import class_answers
 from patchbayes_reproduce import image_tables
 from patchbayes_reproduce.calibrated_runs import outside_regime
@@ -199,6 +202,15 @@ def test_a_record_is_completed_elsewhere(tmp_path, monkeypatch):
     assert {label: len(kept) for label, kept in nothing["methods"].items()} == {"vanilla": 2, "dropout_tuned": 1}
     with pytest.raises(PatchbayesError, match="has draws 4, this study 5: it cannot be completed"):
         run_study(dataclasses.replace(study, draws=5), setting, "tiny")
+
+
+def test_our_own_scheme_is_the_library_s():
+    settings = image_study_methods()["mixed"]
+    rules = TrainingConfig(data="digits", model="mlp:6", **settings).rules()
+    for sites, method in pb.mixed(1.5).items():
+        wanted, found = dataclasses.asdict(method), dataclasses.asdict(rules[sites])
+        assert {key: value for key, value in found.items() if value != pytest.approx(wanted[key])} == {}
+    assert settings["patch_lr"] == adam_rate(1e-3)
 
 
 def image_study_methods():

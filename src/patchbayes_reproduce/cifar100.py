@@ -51,7 +51,7 @@ def small_study(model: str, epochs: int) -> Study:
     return Study(
         "npz", f"patchbayes_reproduce.small_cifar:{model}", ("vanilla", "ecmp_bn_output", "emp_bn_output", "dropout"), 3,
         {**_SMALL_TRAINING, "epochs": epochs}, each=_INDEPENDENT, calibrate=True, rates=(0.02, 0.1),
-        later=("recipe", "ecmp_random", "dropout_tuned"),
+        later=("mixed", "dropout_tuned", "ecmp_random"),
         note=f"{model} on 20 classes of CIFAR-100, 5,000 training images at 16 pixels, {epochs} epochs",
     )  # fmt: skip
 
