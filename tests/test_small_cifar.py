@@ -200,6 +200,9 @@ def test_a_record_is_completed_elsewhere(tmp_path, monkeypatch):
     assert list(completed["methods"]) == list(whole["methods"])
     nothing = run_study(study, Workspace(work_dir=tmp_path / "three", known=part, finished=True), "tiny")
     assert {label: len(kept) for label, kept in nothing["methods"].items()} == {"vanilla": 2, "dropout_tuned": 1}
+    changed = dataclasses.replace(study, each={"ecmp_bn_output": {"method": "ecmp(4)", "sites": "output"}})
+    left = run_study(changed, Workspace(work_dir=tmp_path / "three", known=whole, finished=True), "tiny")
+    assert set(left["methods"]) == {"vanilla", "dropout_tuned"}  # of another ECMP nothing is known
     with pytest.raises(PatchbayesError, match="has draws 4, this study 5: it cannot be completed"):
         run_study(dataclasses.replace(study, draws=5), setting, "tiny")
 

@@ -141,6 +141,7 @@ def run_study(study: Study, setting: Workspace, name: str) -> dict[str, Any]:
 
 
 _Rows = dict[tuple[str, int], dict[str, Any]]  # by method and seed
+_SETTINGS = ("method", "sites", "patch_lr")  # what makes a method, beside the training that all have
 
 
 def _row(study: Study, setting: Workspace, seed: int, folder: Path) -> dict[str, Any]:
@@ -148,6 +149,7 @@ def _row(study: Study, setting: Workspace, seed: int, folder: Path) -> dict[str,
     evaluation, config = read_evaluation(folder), RunFolder.open(folder).config
     kept = _kept(evaluation) | {name: config[name] for name in ("date", "commit")}
     kept["num_examples"] = evaluation.num_examples
+    kept["settings"] = {name: config["training"][name] for name in _SETTINGS}
     if study.calibrate:
         kept["calibrated"] = calibrated(folder, study.split, setting.data_dir)
     if study.draws_study is not None and seed == 0:
@@ -185,7 +187,7 @@ def _by_method(study: Study, rows: _Rows) -> dict[str, list[dict[str, Any]]]:
 
 
 def _known_runs(study: Study, known: Mapping[str, Any] | None) -> _Rows:
-    """The runs of a record of this very study; one of another is refused."""
+    """The runs of a record of this very study; one of another is refused, and so are runs of a method that has changed."""
     if known is None:
         return {}
     there, asked = {**known, "data": _named(known["data"])}, json.loads(json.dumps(_circumstances(study, {})))
@@ -199,7 +201,13 @@ def _known_runs(study: Study, known: Mapping[str, Any] | None) -> _Rows:
         (label, kept["seed"]): {"num_examples": known["num_examples"], **kept}
         for label, found in known["methods"].items()
         for kept in found
+        if label == TUNED or "settings" not in kept or kept["settings"] == _settings(study, label)
     }
+
+
+def _settings(study: Study, label: str) -> dict[str, Any]:
+    told = study.settings(label)
+    return {name: told.get(name) for name in _SETTINGS}
 
 
 def _is_complete(study: Study, kept: Mapping[str, Any]) -> bool:
