@@ -48,6 +48,20 @@ def test_rows_are_judged_by_their_tolerance():
     assert ComparedNumber("a", None, 1.2, 0.1).verdict == "not comparable"
 
 
+def test_a_reason_that_all_numbers_share_is_said_once():
+    rows = [ComparedNumber(name, 1.0, 2.0, why="another scale") for name in "ab"]
+    title, (header, lines) = summary.comparison(rows)
+    assert title == "The paper's numbers beside ours: not comparable (another scale)"
+    assert (header, lines) == (["", "paper", "ours"], [["a", "1", "2"], ["b", "1", "2"]])
+    title, (header, lines) = summary.comparison([*rows, ComparedNumber("c", 1.0, 1.1, 0.2)])
+    assert title == "The paper's numbers beside ours"
+    assert [line[-1] for line in lines] == ["not comparable: another scale"] * 2 + ["within"]
+    _, (header, lines) = summary.comparison(rows[:1])
+    assert header[-1] == "verdict"
+    other = ComparedNumber("d", 1.0, 2.0, why="other data")
+    assert summary.comparison([*rows, other])[1][1][-1][-1] == "not comparable: other data"
+
+
 def test_numbers_as_text():
     assert [as_text(v) for v in (None, math.nan, 13_779_912, 0.12345, 3.0)] == ["-", "-", "13,779,912", "0.1235", "3"]
 

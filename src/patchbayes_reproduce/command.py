@@ -73,9 +73,8 @@ def reproduce(
             show_json(record)
             return
         lines = chosen.rows(record["result"])
-        if lines:
-            show_table(*summary.comparison(lines))
-        for title, table in chosen.tables(record["result"]).items():
+        beside = dict([summary.comparison(lines)]) if lines else {}
+        for title, table in (beside | chosen.tables(record["result"])).items():
             show(f"\n{title}")
             show_table(*table)
         show(f"\nrecord: {experiments.record_path(results, name, scale)}")

@@ -91,24 +91,33 @@ def _section(found: Experiment, record: dict[str, Any]) -> list[str]:
         f"{machine['processor']}, {machine['threads']} thread{'s' if machine['threads'] != 1 else ''}, "
         f"{sum(seconds for _, seconds in runs):,.0f} s{of_runs}.\n"
     ]
+    own = _titled(found.tables(record["result"]))
     rows = found.rows(record["result"])
-    if rows:
-        lines += [markdown(comparison(rows)), ""]
-    return lines + _titled(found.tables(record["result"]))
+    if not rows:
+        return lines + own
+    beside = _titled(dict([comparison(rows)]))
+    return lines + (own + beside if _shared_reason(rows) else beside + own)
 
 
 def _titled(tables: Mapping[str, TextTable]) -> list[str]:
     return [text for title, table in tables.items() for text in (f"**{title}**\n", markdown(table), "")]
 
 
-def comparison(rows: Sequence[ComparedNumber]) -> TextTable:
-    """paper / ours / verdict."""
-    header = ["", "paper", "ours", "verdict"]
-    cells = []
-    for row in rows:
-        verdict = row.verdict if not row.why or row.verdict == "within" else f"{row.verdict}: {row.why}"
-        cells.append([row.what, as_text(row.paper, 10), as_text(row.ours), verdict])
-    return header, cells
+def comparison(rows: Sequence[ComparedNumber]) -> tuple[str, TextTable]:
+    """A title, and the table paper / ours / verdict. Why none of the numbers can be compared is said once, in the title."""
+    reason = _shared_reason(rows)
+    numbers = [[row.what, as_text(row.paper, 10), as_text(row.ours)] for row in rows]
+    if reason:
+        return f"The paper's numbers beside ours: not comparable ({reason})", (["", "paper", "ours"], numbers)
+    verdicts = [row.verdict if not row.why or row.verdict == "within" else f"{row.verdict}: {row.why}" for row in rows]
+    lines = [[*cells, verdict] for cells, verdict in zip(numbers, verdicts, strict=True)]
+    return "The paper's numbers beside ours", (["", "paper", "ours", "verdict"], lines)
+
+
+def _shared_reason(rows: Sequence[ComparedNumber]) -> str:
+    """Why none of several numbers can be compared, where that is the same for all; else nothing."""
+    reasons = {row.why if row.verdict == "not comparable" else "" for row in rows}
+    return reasons.pop() if len(rows) > 1 and len(reasons) == 1 else ""
 
 
 def markdown(table: TextTable) -> str:
