@@ -34,6 +34,7 @@ class Classifier(nn.Module):
         self.classifier = nn.Linear(self.encoder.config.hidden_size, num_classes)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        tokens = tokens[:, : int((tokens != 0).any(0).sum())]  # what pads all of them is not computed
         present = (tokens != 0).to(torch.int64)
         states = self.encoder(input_ids=tokens, attention_mask=present).last_hidden_state
         weights = (present / present.sum(1, keepdim=True)).to(states)
@@ -83,8 +84,8 @@ def intents(
     kept = torch.cat([(test[1] == number).nonzero().squeeze(1)[:tested] for number in range(len(names))])
     return Material(
         some("train", each),
-        (held_out[0], held_out[1]),
-        (test[0][kept], test[1][kept]),
+        _by_length(*held_out),
+        _by_length(test[0][kept], test[1][kept]),
         partial(_network, folder, len(names)),
         unfamiliar=prepared(parts["oos_test"][:500])[0],
         learning_rate=LEARNING_RATE,
@@ -95,6 +96,12 @@ def intents(
 def _shuffled(part: tuple[Tensor, Tensor], seed: int) -> tuple[Tensor, ...]:
     order = torch.randperm(len(part[1]), generator=torch.Generator().manual_seed(seed))
     return tuple(values[order] for values in part)
+
+
+def _by_length(tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Short requests first, so that those of a batch need little padding."""
+    order = (tokens != 0).sum(1).argsort(stable=True)
+    return tokens[order], labels[order]
 
 
 def _network(folder: Path, num_classes: int, seed: int) -> Any:
