@@ -34,7 +34,8 @@ class Classifier(nn.Module):
         self.classifier = nn.Linear(self.encoder.config.hidden_size, num_classes)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        tokens = tokens[:, : int((tokens != 0).any(0).sum())]  # what pads all of them is not computed
+        if not torch.compiler.is_exporting():  # a graph has one length
+            tokens = tokens[:, : int((tokens != 0).any(0).sum())]  # what pads all of them is not computed
         present = (tokens != 0).to(torch.int64)
         states = self.encoder(input_ids=tokens, attention_mask=present).last_hidden_state
         weights = (present / present.sum(1, keepdim=True)).to(states)
