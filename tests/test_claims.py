@@ -328,6 +328,10 @@ def test_equal_densities_and_year():
     for run in result["runs"]:
         run["summary"]["lpd"]["mean"] = -2.07
     assert verdict("On Kin8nm and Naval", result) == "confirmed"
+    without = result | {"runs": [run for run in result["runs"] if run["method"] != "ensemble"]}
+    assert verdict("On Kin8nm and Naval", without) == "confirmed"
+    without = result | {"runs": [run for run in result["runs"] if run["method"] != "dropout"]}
+    assert verdict("On Kin8nm and Naval", without) == "not tested here"
     assert verdict("On Kin8nm and Naval", regression_result(4, sets=4)) == "not tested here"
     assert verdict("On Year", result) == "not confirmed"
     assert verdict("On Year", regression_result(9, sets=9)) == "not tested here"
