@@ -318,6 +318,18 @@ def test_tables(result):
     assert leaders[1] == ["ECMP or EMP", "1 of 1", "1 of 1"]
     means = tables["RMSE, mean and standard error over splits"]
     assert means[1][0][-1] == "4000, 20"
+    fewer = copy.deepcopy(result)
+    (ensemble,) = [run for run in fewer["runs"] if run["method"] == "ensemble"]
+    ensemble["config"]["recipe"]["epochs"] = 500
+    tables = regression_tables.tables(fewer)  # what was trained for less time is shown, and compared with nothing
+    assert tables["RMSE, mean and standard error over splits"][1][0][4].endswith("(500 epochs)")
+    header, ((_, *cells),) = tables["RMSE, corrected paired tests"]
+    assert [pair for pair, cell in zip(header[1:], cells, strict=True) if cell == "-"] == [
+        "ECMP against ensemble", "EMP against ensemble"
+    ]  # fmt: skip
+    assert tables["Which of the paper's four methods leads (by mean; no test)"][1] == [
+        ["ECMP or EMP", "0 of 0", "0 of 0"]
+    ]
 
 
 def test_variants_change_one_thing():

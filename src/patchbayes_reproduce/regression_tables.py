@@ -12,7 +12,7 @@ from patchbayes.errors import PatchbayesError
 
 from .experiment import ComparedNumber, Experiment, Scale, TextTable, Workspace, as_text, paper_table
 from .regression_comparison import corrected_test
-from .regression_sets import METHODS, PAPER, SMOKE, protocol_of, run_all, sets_of
+from .regression_sets import METHODS, protocol_of, run_all, sets_of
 from .regression_splits import SETS
 from .regression_variants import SETS_OF_VARIANTS, VARIANTS, run_variants
 
@@ -37,7 +37,7 @@ def run(scale: Scale, setting: Workspace) -> dict[str, Any]:
     for name, method in itertools.product(sets_of(scale), METHODS):
         paths += run_all([name], [method], protocol_of(scale, name, method), Path(data_dir), folder, setting.say)
     chosen = SETS_OF_VARIANTS if scale == "paper" else ("yacht",)
-    protocol = SMOKE if scale == "smoke" else PAPER
+    protocol = protocol_of(scale, "yacht", "vanilla")
     variants = run_variants(chosen, tuple(VARIANTS), protocol, Path(data_dir), folder / "variants", setting.say)
     return result_of(paths, variants)
 
@@ -114,18 +114,18 @@ def _by_name(records: Sequence[dict[str, Any]]) -> Runs:
 def _means(runs: Runs, metric: str) -> TextTable:
     cells = []
     for name in _sets_of(runs):
-        present = [runs[name, method] for method in METHODS if (name, method) in runs]
-        texts = [_with_error(runs.get((name, method)), metric) for method in METHODS]
+        extent = max(_extent(runs[name, method]) for method in METHODS if (name, method) in runs)
+        texts = [_with_error(runs.get((name, method)), metric, extent) for method in METHODS]
         alone = runs.get((name, "ensemble"))
         members = [row[f"member_{metric}"] for row in alone["splits"]] if alone else []
         member = as_text(sum(members) / len(members)) if members else "-"
-        cells.append([name, *texts, member, _extent(present)])
+        cells.append([name, *texts, member, f"{extent[0]}, {extent[1]}"])
     return ["", *_LABELS.values(), "one member", "epochs, splits"], cells
 
 
-def _extent(present: Sequence[dict[str, Any]]) -> str:
-    sizes = {(record["config"]["recipe"]["epochs"], len(record["splits"])) for record in present}
-    return "; ".join(f"{epochs}, {splits}" for epochs, splits in sorted(sizes))
+def _extent(record: dict[str, Any]) -> tuple[int, int]:
+    """Epochs and splits: only runs that have both in common are compared."""
+    return record["config"]["recipe"]["epochs"], len(record["splits"])
 
 
 def _tests(runs: Runs, metric: str) -> TextTable:
@@ -136,7 +136,7 @@ def _tests(runs: Runs, metric: str) -> TextTable:
         texts = []
         for ours, other in _PAIRS:
             a, b = runs.get((name, ours)), runs.get((name, other))
-            if a is None or b is None or len(a["splits"]) != len(b["splits"]) or len(a["splits"]) < 2:
+            if a is None or b is None or _extent(a) != _extent(b) or len(a["splits"]) < 2:
                 texts.append("-")
                 continue
             mine, theirs = ([sign * row[metric] for row in record["splits"]] for record in (a, b))
@@ -152,7 +152,8 @@ def _leaders(runs: Runs) -> TextTable:
     cells = []
     compared = list(METHODS)[:4]  # vanilla is not in the paper's tables
     for name in _sets_of(runs):
-        if all((name, method) in runs for method in compared):
+        present = [runs[name, method] for method in compared if (name, method) in runs]
+        if len(present) == len(compared) and len(set(map(_extent, present))) == 1:
             means = {m: {key: runs[name, key]["summary"][m]["mean"] for key in compared} for m in _METRICS}
             best = min(means["rmse"], key=means["rmse"].__getitem__), max(means["lpd"], key=means["lpd"].__getitem__)
             cells.append([name, *(_LABELS[method] for method in best)])
@@ -184,11 +185,13 @@ def _pair(record: dict[str, Any] | None) -> str:
     return " / ".join(as_text(record["summary"][metric]["mean"], 3) for metric in _METRICS) if record else "-"
 
 
-def _with_error(record: dict[str, Any] | None, metric: str) -> str:
+def _with_error(record: dict[str, Any] | None, metric: str, extent: tuple[int, int]) -> str:
+    """Mean and standard error; where the run is smaller than the set's others, its epochs."""
     if record is None:
         return "-"
     mean, error = record["summary"][metric].values()
-    return f"{as_text(mean)} ± {as_text(error, 2)}"
+    epochs, _ = _extent(record)
+    return f"{as_text(mean)} ± {as_text(error, 2)}" + (f" ({epochs} epochs)" if epochs != extent[0] else "")
 
 
 EXPERIMENT = Experiment(
