@@ -168,6 +168,18 @@ ACCURACY = {"emp_bn_output": 0.74, "ecmp_bn_output": 0.735, "dropout": 0.70, "va
 ECE = {"emp_bn_output": 0.136, "ecmp_bn_output": 0.087, "dropout": 0.2, "vanilla": 0.216}
 
 
+def test_relative_errors_need_corruptions_that_harm():
+    result = image_result(ACCURACY, ECE)
+    claim = "EMP and ECMP are more robust than dropout and vanilla on ImageNet-C (relative mCE)"
+    assert verdict(claim, result) == "confirmed"
+    harm = {"names": ["fog", "snow"], "severities": [1], "error": [[0.5], [0.32]], "clean_error": 0.3}
+    result["methods"]["vanilla"][0]["corruptions"] |= harm
+    assert verdict(claim, result) == "confirmed"
+    result["methods"]["vanilla"][0]["corruptions"] |= {"error": [[0.5], [0.305]]}  # half a point
+    assert verdict(claim, result) == "not comparable"
+    assert verdict("EMP and ECMP are more robust than dropout and vanilla on ImageNet-C (mCE)", result) == "confirmed"
+
+
 def test_claims_on_cifar100():
     result = image_result(ACCURACY, ECE)
     assert verdict("EMP and ECMP are better calibrated", result) == "confirmed"
