@@ -145,6 +145,8 @@ class ClassPrediction(Prediction):
 
         Of the draws as they are: no temperature changes it.
         """
+        if self.num_draws == 1:
+            return torch.zeros_like(self.expected_entropy)  # to the last bit
         average = self.averaged_probs if self.unsoftened_probs is None else self.unsoftened_probs
         return (torch.special.entr(average).sum(-1) - self.expected_entropy).clamp_min(0)
 

@@ -109,6 +109,8 @@ class LabelPrediction(Prediction):
     @property
     def mutual_information(self) -> Tensor:
         """(B, L): what the draws disagree on (epistemic), of the draws as they are: no temperature changes it."""
+        if self.num_draws == 1:
+            return torch.zeros_like(self.expected_entropy)  # to the last bit
         if self.unsoftened_probs is None:
             whole = _entropy(self.averaged_log_present - self.averaged_log_absent)
         else:
