@@ -37,7 +37,7 @@ def limited_file_size(number: int):
 
 def test_a_folder_that_is_not_there_is_named(tmp_path):
     missing = tmp_path / "nowhere" / "patch.safetensors"
-    with pytest.raises(FileNotFoundError, match=f"No such file or directory: '{missing.parent}'$"):
+    with pytest.raises(pb.PatchbayesError, match=f"the folder {missing.parent} does not exist"):
         pb.save(trained(), missing)
     assert not missing.parent.exists()
 

@@ -88,7 +88,7 @@ def damaged(description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> li
     problems += [f"{key} is missing" for key in sorted(recorded.keys() - tensors.keys())]
     both = sorted(tensors.keys() & recorded.keys())
     return problems + [
-        f"{key} is damaged (its digest is another)" for key in both if digest(tensors[key]) != recorded[key]
+        f"{key} is damaged (its checksum does not match)" for key in both if digest(tensors[key]) != recorded[key]
     ]
 
 

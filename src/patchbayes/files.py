@@ -1,7 +1,6 @@
 """Files: written so that a reader sees the old content or the new one, never a part; read only where they are files."""
 
 import contextlib
-import errno
 import json
 import os
 import re
@@ -29,7 +28,9 @@ def replacing(path: Path) -> Iterator[Path]:
     is removed first.
     """
     if not path.parent.is_dir():
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path.parent))
+        raise PatchbayesError(f"{path} cannot be written: the folder {path.parent} does not exist.\n  do       create it first.")
+    if path.is_dir():
+        raise PatchbayesError(f"{path} cannot be written: it is a folder.\n  do       name a file in it.")
     remove_leftovers(path.parent, path.name)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.{writer_mark()}", suffix=_PART)
     os.close(descriptor)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..draws.draws import Draws
+from ..draws.draws import Draws, check_is_module
 from ..errors import PatchbayesError
 from ..likelihoods import Likelihood, checked_likelihood
 from ..patching.drawing import hold
@@ -87,6 +87,7 @@ def calibrate_(
 
     Ctrl-C while learning keeps the best until then. After any other error the network is as it was.
     """
+    check_is_module(model)
     check_numbers(draws, budget, examples, tolerance)
     if spread not in ("learn", "keep"):
         raise PatchbayesError(f'calibrate_(spread={spread!r}): expected "learn" or "keep".')
@@ -306,7 +307,8 @@ class Calibration:
                         self.held_out.check_labels(getattr(self.likelihood, "ignore_index", None))
                 if not bool((outputs < torch.inf).all()):
                     raise PatchbayesError(
-                        "calibrate_: the network's output is not finite (NaN or infinity) on held-out data."
+                        "held_out: the network's output for it is not finite (NaN or infinity).\n"
+                        "  do       look for NaN in the parameters and for inputs that are not prepared as in training."
                     )
                 self.likelihood.log_prob(outputs, targets)
                 found.append(Average.of_outputs(self.likelihood, outputs.float()))

@@ -149,7 +149,9 @@ def _check_pair(inputs: Any, targets: Any) -> None:
     for leaf in [*tree_leaves(inputs), targets]:
         if isinstance(leaf, Tensor) and leaf.is_floating_point() and bool(leaf.isnan().any()):
             raise PatchbayesError(
-                f"held_out: a batch holds NaN, {int(leaf.isnan().sum())} of the {leaf.numel()} values of a tensor."
+                f"held_out: a batch holds NaN, in {int(leaf.isnan().sum())} of the {leaf.numel()} values of its "
+                f"{'targets' if leaf is targets else 'inputs'}.\n"
+                "  do       leave out the examples with missing values, or fill these in as for training."
             )
 
 

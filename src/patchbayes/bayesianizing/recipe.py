@@ -98,6 +98,11 @@ def bayesianize_(
         raise PatchbayesError(
             f"bayesianize_: the network {done} already.\n  do       calibrate_(model, held_out), or unpatch_(model) first."
         )
+    broken = next((name for name, value in model.named_parameters() if not bool(value.detach().isfinite().all())), None)
+    if broken is not None:
+        raise PatchbayesError(
+            f'bayesianize_: the parameter "{broken}" holds NaN or infinity.\n  do       load the weights of a trained network.'
+        )
     check_numbers(draws, budget, examples, tolerance)
     if patch_bytes is not None and (
         isinstance(patch_bytes, bool) or not isinstance(patch_bytes, int) or patch_bytes < 1

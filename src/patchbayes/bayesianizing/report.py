@@ -109,24 +109,21 @@ class CalibrationReport:
 
     def __str__(self) -> str:
         few = " (fewer than 100: these numbers are rough)" if self.num_held_out < FEW else ""
-        lines = [f"on {self.num_held_out} held-out examples{few}" + (f", views: {self.views}" if self.views else "")]
+        lines = ["interrupted: the best until then was kept"] if self.interrupted else []
+        lines += [f"on {self.num_held_out} held-out example{'s' * (self.num_held_out != 1)}{few}" + (f", views: {self.views}" if self.views else "")]
         alone = f"{self._what} alone"
         width = max(len(f"{self.draws} draws"), len(alone))
         passes = "1 pass" if self.views is None else "its views"
         rows = [("as it was", passes, self.before), (alone, passes, self.temperature_scaled)]
         rows.append((f"{self.draws} draws" if self.chosen != "none" else "chosen", "", self.after))
         lines += [f"  {name:<{width}}  {scores}" + (f"  ({note})" if note else "") for name, note, scores in rows]
-        lines.append(
-            f"{self._what} {self._factor(self.temperature)}"
-            + (f" after draws at {self.draw_temperature:.3f}" if self.draw_temperature != 1 else "")
-            + f"; of the mean network in one pass {self._factor(self.mean_temperature)}"
-        )
+        lines.append(self._temperatures)
         lines += [text for text in (self.verdict, *self.remarks) if text]
         lines += reliability_lines(self.before, self.after)
         if self.chosen != "none":
             lines += bars(self.spread, self.factors)
         if self.tried:
-            lines.append("tried   (level, slope over the depth, NLL on so many examples)")
+            lines.append("tried   (spread, slope over the depth, NLL, number of examples)")
             lines += [
                 f"  x{math.exp(one.level):<6.3g} {one.slope:+.1f}  {one.nll:8.4f}  {one.examples:<6} {one.layers}".rstrip()
                 for one in self.tried
@@ -135,9 +132,18 @@ class CalibrationReport:
             f"work    {self.passes:,} inputs through the network and {self.scoring_passes:,} for the last scores; "
             + ", ".join(f"{name} {value:.0f} s" for name, value in self.seconds.items())
         )
-        if self.interrupted:
-            lines.append("interrupted: the best until then was kept")
         return "\n".join(lines)
+
+    @property
+    def _temperatures(self) -> str:
+        """In a line: the factor for one pass and, where draws were chosen, what is done to them and to their average."""
+        one_pass = f"{self._what}: one pass {self._factor(self.mean_temperature)}"
+        if self.chosen == "none":
+            return one_pass
+        average = self._factor(self.temperature)
+        if self.draw_temperature == 1:
+            return f"{one_pass}; average of {self.draws} draws {average}"
+        return f"{one_pass}; {self.draws} draws {self.draw_temperature:.3f} each, then their average {average}"
 
     @property
     def _what(self) -> str:
@@ -191,7 +197,7 @@ class CalibrationReport:
             return ""
         text = "The best temperature is below 1: the network is less sure than it could be."
         if self.trained_without:
-            return f"{text} The temperature makes up for that; draws could only make it less sure."
+            return f"{text} The temperature makes up for that; draws rarely gain more."
         if not self.factors:
             return f"{text} Patches would gain little."
         do = "more epochs, less noise (pb.mixed(0.25)) or pb.warm_up_; keep the lowest NLL."
@@ -241,7 +247,7 @@ def reliability_lines(before: Scores, after: Scores) -> list[str]:
     """How often the network was right among the answers of like confidence, in five bins, before and after."""
     if not (before.reliability and after.reliability):
         return []
-    lines = ["reliability: of the answers of a confidence, how many were right; as it was, and now"]
+    lines = ["reliability: share of correct answers at each confidence, before and after"]
     for number in range(_BINS):
         cells = []
         for one in (before, after):

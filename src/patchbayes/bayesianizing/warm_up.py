@@ -45,13 +45,13 @@ def warm_up_(
     """
     root, network = root_of(model)
     _check_has_mean(network)
-    if network.share is None:
-        network.share = 0.0
-        return 0.0
     chosen = HeldOut.read(held_out, _EXAMPLES, BATCH, torch.Generator().manual_seed(0), select or select_for(model))
     likelihood = checked_likelihood(likelihood or network.likelihood)
     calibration = Calibration(root, network, chosen, likelihood, 1, 0, output or as_tensor, lambda _stage, _left: None)
-    averages = calibration.mean_averages()
+    averages = calibration.mean_averages()  # before the first epoch, too: wrong batches are refused now, not after it
+    if network.share is None:
+        network.share = 0.0
+        return 0.0
     temperature = best_temperature(averages, calibration.targets)
     learned = -float(scores(averages, calibration.targets, temperature).mean()) < _CHANCE * _entropy(averages, chosen)
     network.share = min(1.0, max(0.0, _STEEPNESS * (temperature - 1))) if learned else 0.0

@@ -44,7 +44,7 @@ Calibrate a network that is trained already:
         --held-out "test[:500]"
 
 Train a network on data of your own, score it, and see the report:
-    patchbayes train runs/net --data csv:table.csv#target --model mlp --epochs 100
+    patchbayes train runs/net --data csv:table.csv#target --model mlp --epochs 100 --calibrate
     patchbayes evaluate runs/net
     patchbayes report runs/net
 
@@ -63,7 +63,7 @@ def options(
     context: typer.Context,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and leave.", is_eager=True, callback=_print_version)
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
     ] = False,
     modules: Annotated[
         list[str] | None,
@@ -93,9 +93,10 @@ def run() -> None:
     keep_freed_memory()
     try:
         application(prog_name="patchbayes")
-    except KeyboardInterrupt:
-        typer.echo("interrupted", err=True)
-        sys.exit(130)
+    except SystemExit as ending:
+        if ending.code == 130:  # typer's, for Ctrl-C
+            warn("interrupted: nothing is left half-written")
+        raise
     except Exception as error:
         if _debug:
             raise

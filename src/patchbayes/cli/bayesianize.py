@@ -75,6 +75,8 @@ def bayesianize(
     import dataclasses
 
     from ..bayesianizing.run import bayesianize_checkpoint
+    from ..data import names_code as data_names_code
+    from ..nets.named import names_code
     from ..posteriors.text import parse_method
     from .bayesianize_page import bayesianize_page
 
@@ -106,7 +108,8 @@ def bayesianize(
         return
     show(str(report))
     show(f"\nwritten: {folder}, with a page to look at: {folder / 'bayesianize.html'}")
-    show(f"next: patchbayes evaluate {shlex.join([str(folder), *_apart_from(held_out)])}")
+    trust = ["--trust-code"] if names_code(model) or data_names_code(data) else []
+    show(f"next: patchbayes evaluate {shlex.join([str(folder), *_apart_from(held_out), *trust])}")
 
 
 def _apart_from(held_out: str) -> list[str]:

@@ -46,7 +46,7 @@ def train(
         str | None,
         typer.Option(
             help="Instead of --method: the mixed scheme of docs/training.md with so much noise, 1 for most; 0: no patches; "
-            "auto: up to three runs, of which the held-out part chooses."
+            "auto: up to four runs, of which the held-out part chooses."
         ),
     ] = None,
     sites: Annotated[
@@ -101,9 +101,9 @@ def train(
     ] = None,
     list_settings: Annotated[
         bool,
-        typer.Option("--settings", help="List all settings, and leave.", is_eager=True, callback=_list_settings),
+        typer.Option("--settings", help="List all settings, and exit.", is_eager=True, callback=_list_settings),
     ] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run.")] = False,
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="Then fit spread and temperature to the held-out part (calibrate_).")
     ] = False,
@@ -129,7 +129,7 @@ def train(
     patchbayes train runs/ecmp --data digits --model small_cnn --method ecmp --set warmup=1
     patchbayes train runs/emp --data cifar100 --model cifar_resnet20 --method "emp(5, jitter=0.3)"
     patchbayes train runs/ecmp --resume
-    patchbayes train runs/net --data csv:table.csv#target --model mlp --noise auto
+    patchbayes train runs/net --data csv:table.csv#target --model mlp --noise auto --calibrate
     """
     from ..bayesianizing.noise import train_with_chosen_noise, with_noise
     from ..bayesianizing.run import calibrate_run, check_calibrating
@@ -199,6 +199,8 @@ def train(
     show(f"{folder}: after epoch {last.get('epoch', 0)}{', ' + scores if scores else ''}")
     if calibrated is not None:
         show(f"calibrated {calibrated}")
+    elif settings_of_run.method != "vanilla" and not (folder / "calibrated.json").exists():
+        show("not calibrated: the same command with --resume --calibrate fits spread and temperature to the held-out part")
     show(f"next: patchbayes evaluate {shlex.quote(str(folder))}")
 
 

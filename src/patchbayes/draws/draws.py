@@ -343,6 +343,7 @@ def law_of(model: nn.Module) -> Law:
 
 def record_of(model: nn.Module, modules: Sequence[nn.Module] | None = None) -> Any:
     """What `patch_` keeps about the one patched network that `model` is, wraps or contains; `modules` are its own."""
+    check_is_module(model)
     found = [m.__dict__[RECORD] for m in modules or model.modules() if RECORD in m.__dict__]
     if not found:
         raise NotPatched(
@@ -355,6 +356,18 @@ def record_of(model: nn.Module, modules: Sequence[nn.Module] | None = None) -> A
             "  do       unpatch_ them and patch_ the whole network in one call."
         )
     return found[0]
+
+
+def check_is_module(model: Any) -> None:
+    """Refuse what is no network, such as the inputs in its place."""
+    if not isinstance(model, nn.Module):
+        raise PatchbayesError(
+            f"expected a network, a torch.nn.Module, as the first argument, got {with_article(type(model).__name__)}."
+        )
+
+
+def with_article(noun: str) -> str:
+    return f"{'an' if noun[0] in 'AEIOUaeiou' else 'a'} {noun}"
 
 
 def format_count(log10: float) -> str:

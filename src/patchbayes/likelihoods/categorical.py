@@ -53,7 +53,7 @@ class Categorical(Likelihood):
             elif targets.shape == (*shape, 1) and not targets.is_floating_point():
                 do = "targets.squeeze(-1)"
             elif targets.shape == shape and bool((targets == targets.long()).all()):
-                do = "targets.long()"
+                do = "targets.long(), or likelihood=patchbayes.likelihoods.Gaussian() if the targets are numbers, not classes"
             else:
                 do = "where targets are numbers, not classes, pass likelihood=patchbayes.likelihoods.Gaussian()"
             raise PatchbayesError(
@@ -67,7 +67,7 @@ class Categorical(Likelihood):
         except RuntimeError as error:
             if "out of bounds" not in str(error):
                 raise
-            do = "number the classes from 0 on; where there are more of them than outputs, it is another network"
+            do = "number the classes from 0 on; if there are more of them than outputs, this is the wrong network for these labels"
             if log_probs.shape[-1] == 1:
                 do = "for one logit and labels 0 and 1, pass likelihood=patchbayes.likelihoods.Bernoulli() and float targets"
             raise PatchbayesError(

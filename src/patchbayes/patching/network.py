@@ -12,7 +12,7 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import Tensor, nn
 
-from ..draws.draws import RECORD, Draws, record_of
+from ..draws.draws import RECORD, Draws, check_is_module, record_of
 from ..draws.layout import Law, Layout, NetworkDraw, Probabilities, Span
 from ..draws.randomness import fold, fold_number
 from ..draws.schemes import assign, assign_live
@@ -269,6 +269,7 @@ class PatchedNetwork:
 
 def network_of(model: nn.Module) -> PatchedNetwork:
     """The record of the one patched network that `model` is, wraps or contains."""
+    check_is_module(model)
     modules = list(model.modules())
     network = record_of(model, modules)
     assert isinstance(network, PatchedNetwork)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..draws.draws import RECORD, Draws
+from ..draws.draws import RECORD, Draws, with_article
 from ..errors import NotASite, NothingToPatch, NotPatched, PatchbayesError
 from ..layers import drawn_values, is_compiled
 from ..likelihoods import Categorical, Likelihood, checked_likelihood
@@ -64,7 +64,7 @@ def patch_(
     in a step; plain SGD does not. After an error the network is as it was.
     """
     if not isinstance(model, nn.Module):
-        raise PatchbayesError(f"patch_: a torch.nn.Module is patched, a {type(model).__name__} was given.")
+        raise PatchbayesError(f"patch_: expected a torch.nn.Module, got {with_article(type(model).__name__)}.")
     _refuse_wrapped(model)
     if likelihood is not None:
         checked_likelihood(likelihood)

@@ -179,7 +179,9 @@ def _restore(network: PatchedNetwork, draw: NetworkDraw, _gradient: Tensor) -> N
 
 
 def _save_generator(module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any) -> None:
-    state_dict[prefix + GENERATOR_KEY] = module.__dict__[RECORD].generator.clone()
+    network = module.__dict__[RECORD]
+    if network.sites:  # a temperature alone draws nothing: the state dict stays the ordinary network's
+        state_dict[prefix + GENERATOR_KEY] = network.generator.clone()
 
 
 def _load_generator(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -195,7 +195,18 @@ def call(model: nn.Module, inputs: Any) -> Any:
     if isinstance(inputs, tuple):
         return model(*inputs)
     if hasattr(inputs, "keys") and hasattr(inputs, "__getitem__"):
-        return model(**{key: inputs[key] for key in inputs.keys()})  # noqa: SIM118
+        keywords = {key: inputs[key] for key in inputs.keys()}  # noqa: SIM118
+        try:
+            return model(**keywords)
+        except TypeError as error:
+            if "keyword argument" not in str(error) and "positional argument" not in str(error):
+                raise
+            raise PatchbayesError(
+                f"a batch is a mapping with the keys {', '.join(map(str, keywords))}, but {type(model).__name__} cannot be called "
+                f"with these: {error}.\n"
+                "  do       name the inputs as forward does, or pass select=lambda batch: ..., which gives the inputs (and, where "
+                "labels are needed, the pair of inputs and labels)."
+            ) from error
     return model(inputs)
 
 

@@ -56,6 +56,7 @@ class ClassPrediction(Prediction):
         "expected_entropy",
         "mutual_information",
     )
+    untempered = ("expected_entropy", "mutual_information")
 
     @classmethod
     def averaged(

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypedDict, Unpack
 import torch
 from torch import Tensor, nn
 
-from ..draws.draws import Draws, check_count
+from ..draws.draws import Draws, check_count, check_is_module
 from ..errors import PatchbayesError
 from ..likelihoods import Categorical, Likelihood, checked_likelihood
 from ..patching.network import PatchedNetwork, network_of
@@ -141,6 +141,7 @@ def predict_batches(
     Arguments as in `predict`. The weights of the draws are made once for all batches, from the parameters as they are at the
     first one. Between two batches the network is as it was, and may be used otherwise. Shows its progress on a terminal.
     """
+    check_is_module(model)
     model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     network = network_of(model) if is_patched(model) else None
     check_options(draws, network, options)

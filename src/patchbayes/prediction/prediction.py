@@ -66,6 +66,8 @@ class Prediction(ABC):
 
     estimate: ClassVar[str]
     reported: ClassVar[tuple[str, ...]]
+    #: Those of `reported` that are taken from the draws as they are, before any temperature.
+    untempered: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -119,12 +121,15 @@ class Prediction(ABC):
 
     def __str__(self) -> str:
         """In a line: how many inputs and draws, and the mean of what is reported, one number for each."""
-        parts = []
+        tempered = (self.temperature, self.draw_temperature) != (1, 1)
+        parts: dict[bool, list[str]] = {False: [], True: []}
         for name in self.reported:
             value = getattr(self, name)
             if isinstance(value, Tensor) and value.is_floating_point() and value.numel() == len(self) > 0:
-                parts.append(f"{name.replace('_', ' ')} {float(value.double().mean()):.3g}")
-        means = f"; mean {', '.join(parts)}" if parts else ""
+                text = f"{name.replace('_', ' ')} {float(value.double().mean()):.3g}"
+                parts[tempered and name in self.untempered].append(text)
+        means = f"; mean {', '.join(parts[False])}" if parts[False] else ""
+        means += f"; before temperatures {', '.join(parts[True])}" if parts[True] else ""
         number = "one pass" if self.draws is None else f"{self.num_draws:,} draw{'s' * (self.num_draws != 1)}"
         return f"{type(self).__name__}: {len(self):,} inputs, {number}, temperature {self.temperature:.3g}{means}"
 

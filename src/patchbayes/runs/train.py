@@ -141,6 +141,11 @@ class _Trainer:
 
     def _resume(self) -> None:
         state = self.folder.path / "last.safetensors"
+        if not state.exists() and self.folder.history():
+            raise PatchbayesError(
+                f"{self.folder.path} cannot be resumed: last.safetensors is missing, and metrics.jsonl tells of finished epochs.\n"
+                "  do       put last.safetensors back, or train in another folder."
+            )
         if state.exists():
             self.progress = load_state_(state, self.loss, self.bare_optimizer)
         progress = self.progress
