@@ -4,7 +4,6 @@ A contestant is trained, calibrated and scored on its own, so that two can run a
 """
 
 import copy
-import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -35,8 +34,6 @@ class Material:
     learning_rate: float = LEARNING_RATE
     batch: int = BATCH
     budget: int = 40_000  # passes of calibration
-    decay: bool = False  # of the learning rate, linearly to 0
-    pretrained: bool = False
 
 
 def fashion(seed: int, train: int = 2000, corrupted: int = 100) -> Material:
@@ -117,8 +114,7 @@ def patched(material: Material, contestant: str, seed: int) -> nn.Module:
     if kind == "dropout":
         patch_(model, Dropout(float(number)), sites="norm")
     elif kind == "mixed" and float(number):
-        rules = mixed(noise=float(number), pretrained=material.pretrained)
-        patch_(model, rules, generator=torch.Generator().manual_seed(seed))
+        patch_(model, mixed(noise=float(number)), generator=torch.Generator().manual_seed(seed))
     return model
 
 
@@ -136,12 +132,10 @@ def optimizer_of(model: nn.Module, contestant: str, learning_rate: float) -> tor
 def fit(
     model: nn.Module, material: Material, epochs: int, seed: int, optimizer: torch.optim.Optimizer | None = None
 ) -> None:
-    """The loop that everybody writes: Adam, no augmentation; the learning rate stays, or falls to 0 with every step."""
+    """The loop that everybody writes: Adam, no augmentation."""
     x, y = material.train
     generator = torch.Generator().manual_seed(seed)
     optimizer = optimizer or torch.optim.Adam(model.parameters(), material.learning_rate)
-    last = 0.0 if material.decay else 1.0
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, last, epochs * math.ceil(len(x) / material.batch))
     model.train()
     for _ in range(epochs):
         for rows in torch.randperm(len(x), generator=generator).split(material.batch):
@@ -150,7 +144,6 @@ def fit(
             optimizer.zero_grad()
             F.cross_entropy(model(x[rows]), y[rows]).backward()
             optimizer.step()
-            schedule.step()
     model.eval()
 
 
