@@ -43,7 +43,7 @@ def test_held_out_data_choose(chosen, place):
     assert config["base"]["path"] == str(place / "net.safetensors")
     assert config["command"].startswith("patchbayes bayesianize")
     assert "on 120 held-out examples" in found.out
-    assert f"temperature {config['temperature']:.3f}" in found.out
+    assert re.search(rf"^temperature: .* {config['temperature']:.3f}$", found.out, re.M)
     assert found.out.splitlines()[-1] == f"next: patchbayes evaluate {folder} --split 'test[120:]'"
     assert found.err == ""
     assert "\x1b" not in found.out
@@ -69,7 +69,7 @@ def test_a_page_shows_what_was_chosen(chosen):
     assert load.replace('"', "&quot;") in text
     assert f"Temperature of the average {config['temperature']:.3f}" in text
     assert text.count("<circle") == len(re.findall(r"^  x\S+ +[+-]\d", found.out, re.M)) > 2
-    assert "reliability: of the answers of a confidence" in found.out
+    assert "reliability: share of correct answers at each confidence" in found.out
     assert "src=" not in text
     assert "http-equiv" in text
     if any(config["spread"].values()):

@@ -227,7 +227,7 @@ def test_draws_that_are_sure_of_different_answers_are_softened() -> None:
     report = pb.calibrate_(net, batches(x, y), spread="keep")
     assert report.draw_temperature > 1
     assert report.temperature < 1
-    assert f"after draws at {report.draw_temperature:.3f}" in str(report)
+    assert f"20 draws {report.draw_temperature:.3f} each, then their average {report.temperature:.3f}" in str(report)
 
 
 def normed(blocks: int) -> nn.Sequential:

@@ -82,7 +82,7 @@ def test_what_has_a_temperature_is_not_called_patched() -> None:
         (torch.tensor([[0], [1]]), r"targets\.squeeze\(-1\)"),
         (torch.tensor([0.0, 1.0]), r"targets\.long\(\)"),
         (torch.tensor([0.5, 1.0]), r"Gaussian\(\)"),
-        (torch.tensor([3, 4]), "number the classes from 0 on"),
+        (torch.tensor([3, 4]), "number the classes from 0;"),
     ],
 )
 def test_wrong_labels_are_told_what_to_do(targets: torch.Tensor, said: str) -> None:

@@ -90,9 +90,9 @@ def test_a_read_only_folder_leaves_the_old_file():
 
 def test_a_path_that_cannot_be_written_leaves_nothing_behind(tmp_path):
     (tmp_path / "folder").mkdir()
-    with pytest.raises(OSError):
+    with pytest.raises(pb.PatchbayesError, match="it is a folder"):
         pb.save(trained(), tmp_path / "folder")
-    with pytest.raises(OSError):
+    with pytest.raises(pb.PatchbayesError, match="does not exist"):
         pb.save(trained(), tmp_path / "absent" / "file")
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
     assert not list((tmp_path / "folder").iterdir())

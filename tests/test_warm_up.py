@@ -49,8 +49,8 @@ def test_it_draws_as_far_as_held_out_data_show_it_overconfident():
 def test_a_network_that_knows_nothing_does_not_draw():
     """Its best temperature is high, since all that it says is wrong, and noise would not help it."""
     net, x = patched(), inputs(1000)
-    pb.warm_up_(net, batches(x, torch.zeros(1000, dtype=torch.int64)))
     guessed = torch.randint(4, (1000,), generator=torch.Generator().manual_seed(0))
+    pb.warm_up_(net, batches(x, guessed))
     assert pb.calibrate_(copy.deepcopy(net), batches(x, guessed), budget=100).mean_temperature > 2
     assert pb.warm_up_(net, batches(x, guessed)) == 0
 
@@ -107,7 +107,7 @@ def test_held_out_data_of_any_form():
     regression = nn.Linear(6, 1)
     pb.patch_(regression, pb.ECMP(3), "all")
     numbers = [(x, regression.eval()(x).detach() + torch.randn(1000, 1, generator=torch.Generator().manual_seed(0)))]
-    pb.warm_up_(regression, numbers)
+    pb.warm_up_(regression, numbers, likelihood=Gaussian())
     assert pb.warm_up_(regression, numbers, likelihood=Gaussian(precision=25.0)) > 0  # it says 0.2, and misses by 1
     assert pb.warm_up_(regression, numbers, likelihood=Gaussian(precision=0.04)) == 0
 

@@ -28,7 +28,9 @@ def replacing(path: Path) -> Iterator[Path]:
     is removed first.
     """
     if not path.parent.is_dir():
-        raise PatchbayesError(f"{path} cannot be written: the folder {path.parent} does not exist.\n  do       create it first.")
+        raise PatchbayesError(
+            f"{path} cannot be written: the folder {path.parent} does not exist.\n  do       create it first."
+        )
     if path.is_dir():
         raise PatchbayesError(f"{path} cannot be written: it is a folder.\n  do       name a file in it.")
     remove_leftovers(path.parent, path.name)

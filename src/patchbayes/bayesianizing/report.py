@@ -110,7 +110,10 @@ class CalibrationReport:
     def __str__(self) -> str:
         few = " (fewer than 100: these numbers are rough)" if self.num_held_out < FEW else ""
         lines = ["interrupted: the best until then was kept"] if self.interrupted else []
-        lines += [f"on {self.num_held_out} held-out example{'s' * (self.num_held_out != 1)}{few}" + (f", views: {self.views}" if self.views else "")]
+        lines += [
+            f"on {self.num_held_out} held-out example{'s' * (self.num_held_out != 1)}{few}"
+            + (f", views: {self.views}" if self.views else "")
+        ]
         alone = f"{self._what} alone"
         width = max(len(f"{self.draws} draws"), len(alone))
         passes = "1 pass" if self.views is None else "its views"

@@ -200,7 +200,9 @@ def train(
     if calibrated is not None:
         show(f"calibrated {calibrated}")
     elif settings_of_run.method != "vanilla" and not (folder / "calibrated.json").exists():
-        show("not calibrated: the same command with --resume --calibrate fits spread and temperature to the held-out part")
+        show(
+            "not calibrated: the same command with --resume --calibrate fits spread and temperature to the held-out part"
+        )
     show(f"next: patchbayes evaluate {shlex.quote(str(folder))}")
 
 

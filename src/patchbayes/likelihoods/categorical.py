@@ -67,7 +67,7 @@ class Categorical(Likelihood):
         except RuntimeError as error:
             if "out of bounds" not in str(error):
                 raise
-            do = "number the classes from 0 on; if there are more of them than outputs, this is the wrong network for these labels"
+            do = "number the classes from 0; if there are more of them than outputs, these labels need another network"
             if log_probs.shape[-1] == 1:
                 do = "for one logit and labels 0 and 1, pass likelihood=patchbayes.likelihoods.Bernoulli() and float targets"
             raise PatchbayesError(

@@ -202,10 +202,10 @@ def call(model: nn.Module, inputs: Any) -> Any:
             if "keyword argument" not in str(error) and "positional argument" not in str(error):
                 raise
             raise PatchbayesError(
-                f"a batch is a mapping with the keys {', '.join(map(str, keywords))}, but {type(model).__name__} cannot be called "
-                f"with these: {error}.\n"
-                "  do       name the inputs as forward does, or pass select=lambda batch: ..., which gives the inputs (and, where "
-                "labels are needed, the pair of inputs and labels)."
+                f"a batch is a mapping with the keys {', '.join(map(str, keywords))}, but {type(model).__name__} cannot "
+                f"be called with these: {error}.\n"
+                "  do       name the inputs as forward does, or pass select=lambda batch: ..., which gives the inputs (and, "
+                "where labels are needed, the pair of inputs and labels)."
             ) from error
     return model(inputs)
 

@@ -143,7 +143,7 @@ class _Trainer:
         state = self.folder.path / "last.safetensors"
         if not state.exists() and self.folder.history():
             raise PatchbayesError(
-                f"{self.folder.path} cannot be resumed: last.safetensors is missing, and metrics.jsonl tells of finished epochs.\n"
+                f"{self.folder.path} cannot be resumed: last.safetensors is missing, although metrics.jsonl lists epochs.\n"
                 "  do       put last.safetensors back, or train in another folder."
             )
         if state.exists():
