@@ -145,7 +145,7 @@ def identities(posterior: Any, draws: Draws) -> Numbers:
     groups = posterior.groups()
     length = 0 if groups is None else groups.length
     if posterior.noise != "none" or length > _FEW_GROUPS:
-        if posterior.offset in draws.head_groups:
+        if length and posterior.offset in draws.head_groups:
             return np.arange(len(draws))
         return _numbered(draws.keys().tolist())
     if not length:
