@@ -171,7 +171,7 @@ def test_an_ordinary_network_is_left_as_it_was(action, texts):
 
 def test_only_networks_are_patched():
     for thing, name in ((nn.Linear, "type"), (X, "Tensor"), (None, "NoneType")):
-        with pytest.raises(PatchbayesError, match=rf"torch.nn.Module is patched, a {name} was given"):
+        with pytest.raises(PatchbayesError, match=rf"expected a torch\.nn\.Module, got a {name}"):
             pb.patch_(thing, pb.EMP(2))
 
 
