@@ -110,6 +110,20 @@ def test_element_wise_heads_share_their_trunk():
         draws.with_heads("fc", 2)
 
 
+@pytest.mark.parametrize("head", [pb.EMP(4, jitter=0.5), pb.ECMP(4, jitter=0.5)])
+def test_heads_share_the_masks_of_their_trunk(head):
+    """MC dropout has no components, so its place among them is that of the output layer: heads must not be told apart there."""
+    model = small_cnn(size=8).double()
+    pb.patch_(model, {"norm": pb.Dropout(0.3), "output": head})
+    x = torch.rand(3, 1, 8, 8, dtype=torch.float64)
+    draws = pb.Draws.stratified(model, 6).with_heads("fc", 4)
+    prediction = pb.predict(model, x, draws, engine="graph")
+    masked = [stage for stage in prediction.plan.stages if stage.sites and "fc" not in stage.sites]
+    assert masked
+    assert {stage.distinct for stage in masked} == {6}
+    assert_same(prediction, pb.predict(model, x, draws, engine="loop"), 1e-10)
+
+
 def test_heads_survive_slicing_and_saving(tmp_path):
     model = small_cnn(size=8)
     pb.patch_(model, pb.EMP(3))
