@@ -66,7 +66,8 @@ def trained(records: list[dict[str, Any]]) -> str:
         )
         parts.append(f"{before:.3f} to {after:.3f} ({NETWORKS[network].partition(',')[0]})")
     seeds = len({record["seed"] for record in records})
-    return f"NLL on CIFAR-100, temperature scaling → `bayesianize_`: {', '.join(parts)}; {seeds} seeds ([guide](docs/guide.md))."
+    found = f"{', '.join(parts)}; {seeds} seeds ([guide](docs/guide.md))"
+    return f"NLL on CIFAR-100, temperature scaling → `bayesianize_`: {found}."
 
 
 def on_views(record: dict[str, Any]) -> str:
