@@ -7,7 +7,8 @@
     intents     a pretrained MiniLM, fine-tuned to tell 150 intents apart, 5 requests each. (--data-dir)
 
 Contestants: "plain" (the original network, temperature scaling, `bayesianize_`), "dropout:RATE" (20 draws and one pass),
-"mixed:NOISE" (patches as `pb.mixed` puts them, none for 0, then `calibrate_`; 20 draws and one pass), "ensemble:MEMBERS".
+"mixed:NOISE" (patches as `pb.mixed` puts them, for "intents" with pretrained=True, none for 0, then `calibrate_`; 20 draws and
+one pass), "ensemble:MEMBERS".
 
 Where there are several rates or levels of noise, all are trained with the first seed and see its held-out examples alone; the
 one with the least NLL on them, in its better form, is trained and scored with every seed. The record keeps what was found.
@@ -102,6 +103,7 @@ def training_step(material: Material, contestant: str) -> Callable[[], None]:
     network = patched(material, contestant, 0).train()
     optimizer = optimizer_of(network, contestant, material.learning_rate)
     x, y = (part[: material.batch] for part in material.train)
+    x = material.trim(x)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -131,7 +133,7 @@ REGIMES = {
         noises=(0.0, 0.25, 0.5, 1.0),
     ),
     "cifar": Regime(60, cifar, contest, training_step, rates=(0.1, 0.2, 0.3), noises=(0.5, 1.0, 1.5, 2.0)),
-    "intents": Regime(6, few_intents, contest, training_step, rates=(0.1,), noises=(0.0, 0.25)),
+    "intents": Regime(10, few_intents, contest, training_step, rates=(0.02, 0.05, 0.1), noises=(1.0, 2.0)),
 }
 
 

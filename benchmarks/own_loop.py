@@ -87,7 +87,7 @@ def result(material: Material, loop: str, seed: int, epochs: int) -> dict[str, A
 
 
 def _scored(material: Material, model: nn.Module) -> dict[str, float]:
-    scores = _scores(material, *_tempered(material, answers(model, "mean")))
+    scores = _scores(material, *_tempered(material, answers(material, model, "mean")))
     return {name: round(scores[name], 5) for name in _KEPT}
 
 

@@ -4,6 +4,7 @@ A contestant is trained, calibrated and scored on its own, so that two can run a
 """
 
 import copy
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +22,10 @@ _SCORED_AT_ONCE = 500
 LogProbs = Callable[[Tensor], Tensor]
 
 
+def _whole(inputs: Tensor) -> Tensor:
+    return inputs
+
+
 @dataclass(frozen=True)
 class Material:
     """Prepared inputs and classes: to train on, to calibrate on, to score. network: a fresh one, by seed."""
@@ -34,6 +39,9 @@ class Material:
     learning_rate: float = LEARNING_RATE
     batch: int = BATCH
     budget: int = 40_000  # passes of calibration
+    decay: bool = False  # of the learning rate, linearly to 0
+    pretrained: bool = False
+    trim: Callable[[Tensor], Tensor] = _whole  # a batch of inputs, without what pads all of them
 
 
 def fashion(seed: int, train: int = 2000, corrupted: int = 100) -> Material:
@@ -89,15 +97,15 @@ def contest(material: Material, contestant: str, seed: int, epochs: int) -> dict
         result["rows"] = _plain_rows(material, model, seed)
     elif kind == "dropout":
         rows = {
-            "draws": _tempered(material, answers(model, DRAWS)),
-            "one pass": _tempered(material, answers(model, "mean")),
+            "draws": _tempered(material, answers(material, model, DRAWS)),
+            "one pass": _tempered(material, answers(material, model, "mean")),
         }
         result["rows"] = {f"dropout {number}, {name}": _scores(material, *row) for name, row in rows.items()}
     else:
         report = calibrate_(model, held_out_batches(material), draws=DRAWS, budget=material.budget, seed=seed)
         rows = {
-            "draws": (answers(model, DRAWS, report.draw_temperature), report.temperature),
-            "one pass": (answers(model, "mean"), report.mean_temperature),
+            "draws": (answers(material, model, DRAWS, report.draw_temperature), report.temperature),
+            "one pass": (answers(material, model, "mean"), report.mean_temperature),
         }
         result["rows"] = {f"mixed {number}, {name}": _scores(material, *row) for name, row in rows.items()}
         result["spread"] = report.chosen
@@ -114,7 +122,8 @@ def patched(material: Material, contestant: str, seed: int) -> nn.Module:
     if kind == "dropout":
         patch_(model, Dropout(float(number)), sites="norm")
     elif kind == "mixed" and float(number):
-        patch_(model, mixed(noise=float(number)), generator=torch.Generator().manual_seed(seed))
+        rules = mixed(noise=float(number), pretrained=material.pretrained)
+        patch_(model, rules, generator=torch.Generator().manual_seed(seed))
     return model
 
 
@@ -132,22 +141,25 @@ def optimizer_of(model: nn.Module, contestant: str, learning_rate: float) -> tor
 def fit(
     model: nn.Module, material: Material, epochs: int, seed: int, optimizer: torch.optim.Optimizer | None = None
 ) -> None:
-    """The loop that everybody writes: Adam, no augmentation."""
+    """The loop that everybody writes: Adam, no augmentation; the learning rate stays, or falls to 0 with every step."""
     x, y = material.train
     generator = torch.Generator().manual_seed(seed)
     optimizer = optimizer or torch.optim.Adam(model.parameters(), material.learning_rate)
+    last = 0.0 if material.decay else 1.0
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, last, epochs * math.ceil(len(x) / material.batch))
     model.train()
     for _ in range(epochs):
         for rows in torch.randperm(len(x), generator=generator).split(material.batch):
             if len(rows) == 1:
                 continue  # batch norms need two
             optimizer.zero_grad()
-            F.cross_entropy(model(x[rows]), y[rows]).backward()
+            F.cross_entropy(model(material.trim(x[rows])), y[rows]).backward()
             optimizer.step()
+            schedule.step()
     model.eval()
 
 
-def answers(model: nn.Module, draws: Any, draw_temperature: float = 1.0) -> LogProbs:
+def answers(material: Material, model: nn.Module, draws: Any, draw_temperature: float = 1.0) -> LogProbs:
     """Log-probabilities (B, C) of the averaged prediction, before its temperature; inputs asked for again are remembered."""
     from ..likelihoods import Categorical
     from ..prediction import predict_batches
@@ -159,7 +171,8 @@ def answers(model: nn.Module, draws: Any, draw_temperature: float = 1.0) -> LogP
         for inputs, found in known:
             if inputs is x:
                 return found
-        parts: Any = predict_batches(model, list(x.split(_SCORED_AT_ONCE)), draws=draws, likelihood=likelihood)
+        batches = [material.trim(part) for part in x.split(_SCORED_AT_ONCE)]
+        parts: Any = predict_batches(model, batches, draws=draws, likelihood=likelihood)
         known.append((x, torch.cat([part.log_probs for part in parts])))
         return known[-1][1]
 
@@ -168,24 +181,24 @@ def answers(model: nn.Module, draws: Any, draw_temperature: float = 1.0) -> LogP
 
 def held_out_batches(material: Material) -> list[tuple[Tensor, Tensor]]:
     x, y = material.held_out
-    return list(zip(x.split(BATCH), y.split(BATCH), strict=True))
+    return [(material.trim(some), labels) for some, labels in zip(x.split(BATCH), y.split(BATCH), strict=True)]
 
 
 def _plain_rows(material: Material, model: nn.Module, seed: int) -> dict[str, Any]:
     from ..bayesianizing import bayesianize_
 
-    plain, temperature = _tempered(material, answers(model, "mean"))
+    plain, temperature = _tempered(material, answers(material, model, "mean"))
     rows = {"original": _scores(material, plain, 1.0), "temperature scaling": _scores(material, plain, temperature)}
     model = copy.deepcopy(model)
     report = bayesianize_(model, held_out_batches(material), draws=DRAWS, budget=material.budget, seed=seed)
     drawn = report.calibration.chosen != "none"
-    bayesianized = answers(model, DRAWS, report.calibration.draw_temperature) if drawn else plain
+    bayesianized = answers(material, model, DRAWS, report.calibration.draw_temperature) if drawn else plain
     return rows | {"bayesianize_": _scores(material, bayesianized, report.calibration.temperature)}
 
 
 def _ensemble_rows(material: Material, models: list[nn.Module]) -> dict[str, Any]:
     def averaged(x: Tensor) -> Tensor:
-        each = torch.stack([answers(model, "mean")(x) for model in models])
+        each = torch.stack([answers(material, model, "mean")(x) for model in models])
         return each.logsumexp(0) - torch.tensor(float(len(models))).log()
 
     return {f"ensemble of {len(models)}": _scores(material, *_tempered(material, averaged))}
@@ -246,7 +259,7 @@ def _entropy(log_probs: Tensor) -> Tensor:
 def _train_accuracy(model: nn.Module, material: Material) -> float:
     x, y = material.train
     with torch.no_grad():
-        found = torch.cat([model(part) for part in x.split(_SCORED_AT_ONCE)]).argmax(1)
+        found = torch.cat([model(material.trim(part)) for part in x.split(_SCORED_AT_ONCE)]).argmax(1)
     return float((found == y).double().mean())
 
 
