@@ -23,7 +23,7 @@ from records import write_record
 from torch import nn
 
 import patchbayes as pb
-from patchbayes.cli.demo_study import Material, _scores, _tempered, answers, fashion, held_out_batches
+from patchbayes.cli.demo_study import Material, answers, fashion, held_out_batches, scores_of, tempered
 from patchbayes.files import write_atomically
 from patchbayes.patching.drawing import hold
 from patchbayes.patching.frames import MEAN
@@ -87,7 +87,7 @@ def result(material: Material, loop: str, seed: int, epochs: int) -> dict[str, A
 
 
 def _scored(material: Material, model: nn.Module) -> dict[str, float]:
-    scores = _scores(material, *_tempered(material, answers(material, model, "mean")))
+    scores = scores_of(material, *tempered(material, answers(material, model, "mean")))
     return {name: round(scores[name], 5) for name in _KEPT}
 
 

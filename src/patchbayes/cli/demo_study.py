@@ -97,17 +97,17 @@ def contest(material: Material, contestant: str, seed: int, epochs: int) -> dict
         result["rows"] = _plain_rows(material, model, seed)
     elif kind == "dropout":
         rows = {
-            "draws": _tempered(material, answers(material, model, DRAWS)),
-            "one pass": _tempered(material, answers(material, model, "mean")),
+            "draws": tempered(material, answers(material, model, DRAWS)),
+            "one pass": tempered(material, answers(material, model, "mean")),
         }
-        result["rows"] = {f"dropout {number}, {name}": _scores(material, *row) for name, row in rows.items()}
+        result["rows"] = {f"dropout {number}, {name}": scores_of(material, *row) for name, row in rows.items()}
     else:
         report = calibrate_(model, held_out_batches(material), draws=DRAWS, budget=material.budget, seed=seed)
         rows = {
             "draws": (answers(material, model, DRAWS, report.draw_temperature), report.temperature),
             "one pass": (answers(material, model, "mean"), report.mean_temperature),
         }
-        result["rows"] = {f"mixed {number}, {name}": _scores(material, *row) for name, row in rows.items()}
+        result["rows"] = {f"mixed {number}, {name}": scores_of(material, *row) for name, row in rows.items()}
         result["spread"] = report.chosen
     return result | {"other_seconds": time.process_time() - trained}
 
@@ -187,13 +187,13 @@ def held_out_batches(material: Material) -> list[tuple[Tensor, Tensor]]:
 def _plain_rows(material: Material, model: nn.Module, seed: int) -> dict[str, Any]:
     from ..bayesianizing import bayesianize_
 
-    plain, temperature = _tempered(material, answers(material, model, "mean"))
-    rows = {"original": _scores(material, plain, 1.0), "temperature scaling": _scores(material, plain, temperature)}
+    plain, temperature = tempered(material, answers(material, model, "mean"))
+    rows = {"original": scores_of(material, plain, 1.0), "temperature scaling": scores_of(material, plain, temperature)}
     model = copy.deepcopy(model)
     report = bayesianize_(model, held_out_batches(material), draws=DRAWS, budget=material.budget, seed=seed)
     drawn = report.calibration.chosen != "none"
     bayesianized = answers(material, model, DRAWS, report.calibration.draw_temperature) if drawn else plain
-    return rows | {"bayesianize_": _scores(material, bayesianized, report.calibration.temperature)}
+    return rows | {"bayesianize_": scores_of(material, bayesianized, report.calibration.temperature)}
 
 
 def _ensemble_rows(material: Material, models: list[nn.Module]) -> dict[str, Any]:
@@ -201,10 +201,10 @@ def _ensemble_rows(material: Material, models: list[nn.Module]) -> dict[str, Any
         each = torch.stack([answers(material, model, "mean")(x) for model in models])
         return each.logsumexp(0) - torch.tensor(float(len(models))).log()
 
-    return {f"ensemble of {len(models)}": _scores(material, *_tempered(material, averaged))}
+    return {f"ensemble of {len(models)}": scores_of(material, *tempered(material, averaged))}
 
 
-def _tempered(material: Material, log_probs: LogProbs) -> tuple[LogProbs, float]:
+def tempered(material: Material, log_probs: LogProbs) -> tuple[LogProbs, float]:
     """The answers, with the temperature that fits them to the held-out images."""
     from ..metrics import fit_temperature
 
@@ -212,7 +212,7 @@ def _tempered(material: Material, log_probs: LogProbs) -> tuple[LogProbs, float]
     return log_probs, fit_temperature(log_probs(x), y)
 
 
-def _scores(material: Material, log_probs: LogProbs, temperature: float) -> dict[str, Any]:
+def scores_of(material: Material, log_probs: LogProbs, temperature: float) -> dict[str, Any]:
     """Accuracy, NLL and ECE on clean and corrupted test images, AUROC of unfamiliar inputs, NLL on the held-out ones."""
     from ..metrics import auroc, calibration_bins, nll
 
