@@ -88,7 +88,7 @@ def calibrate_(
     Ctrl-C while learning keeps the best until then. After any other error the network is as it was.
     """
     check_is_module(model)
-    check_numbers(draws, budget, examples, tolerance)
+    check_numbers("calibrate_", draws, budget, examples, tolerance)
     if spread not in ("learn", "keep"):
         raise PatchbayesError(f'calibrate_(spread={spread!r}): expected "learn" or "keep".')
     generator = torch.Generator().manual_seed(seed)
@@ -386,10 +386,10 @@ def affordable_examples(examples: int, budget: int, views: Any, draws: int) -> i
     return max(1, min(examples, budget // (2 * (1 if views is None else len(as_views(views, draws))))))
 
 
-def check_numbers(draws: int, budget: int, examples: int, tolerance: float) -> None:
+def check_numbers(caller: str, draws: int, budget: int, examples: int, tolerance: float) -> None:
     """Refuse numbers of draws, passes and examples, and a tolerance, that are none."""
     if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not 0 <= tolerance < math.inf:
-        raise PatchbayesError(f"calibrate_(tolerance={tolerance!r}): expected a finite number of at least 0.")
+        raise PatchbayesError(f"{caller}(tolerance={tolerance!r}): expected a finite number of at least 0.")
     for name, value in (("draws", draws), ("budget", budget), ("examples", examples)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise PatchbayesError(f"calibrate_({name}={value!r}): expected a whole number of at least 1.")
+            raise PatchbayesError(f"{caller}({name}={value!r}): expected a whole number of at least 1.")

@@ -103,7 +103,7 @@ def bayesianize_(
         raise PatchbayesError(
             f'bayesianize_: the parameter "{broken}" holds NaN or infinity.\n  do       load the weights of a trained network.'
         )
-    check_numbers(draws, budget, examples, tolerance)
+    check_numbers("bayesianize_", draws, budget, examples, tolerance)
     if patch_bytes is not None and (
         isinstance(patch_bytes, bool) or not isinstance(patch_bytes, int) or patch_bytes < 1
     ):

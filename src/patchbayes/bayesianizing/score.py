@@ -102,11 +102,11 @@ def check_scored(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> No
     )
     if likelihood.offers not in known:
         raise PatchbayesError(
-            f"calibrate_: {type(likelihood).__name__} offers a {likelihood.offers}; expected one of {', '.join(known)}."
+            f"calibration: {type(likelihood).__name__} offers a {likelihood.offers}; expected one of {', '.join(known)}."
         )
     likelihood.log_prob(outputs, targets)
     if isinstance(likelihood, Categorical) and likelihood.are_probabilities(outputs):
-        raise PatchbayesError(f"calibrate_: {PROBABILITIES}; expected logits.\n  do       {LOGITS_INSTEAD}.")
+        raise PatchbayesError(f"calibration: {PROBABILITIES}; expected logits.\n  do       {LOGITS_INSTEAD}.")
 
 
 @torch.no_grad()

@@ -137,6 +137,7 @@ def train(
     from ..ranks import is_first
     from ..runs import RunFolder, TrainingConfig
     from ..runs import train as train_network
+    from ..runs.config import SettingError
 
     named = {
         "data": data, "model": model, "method": method, "sites": sites, "objective": objective,
@@ -164,7 +165,12 @@ def train(
     missing = [f"--{name}" for name in ("data", "model") if name not in chosen]
     if missing:
         raise typer.BadParameter(f"give {' and '.join(missing)}.")
-    settings_of_run = TrainingConfig.from_json(chosen)
+    try:
+        settings_of_run = TrainingConfig.from_json(chosen)
+    except SettingError as error:
+        if named.get(error.name) is None:  # from --set or a file, which use the names of TrainingConfig
+            raise
+        raise typer.BadParameter(f"--{error.name.replace('_', '-')} {error.value}: {error.why}.") from None
     if noise is not None and (method is not None or sites is not None):
         raise typer.BadParameter("--noise says which layers are patched and how: leave out --method and --sites.")
     if noise == "auto":

@@ -242,8 +242,16 @@ def _from_0_1_0(content: Mapping[str, Any]) -> dict[str, Any]:
     return values | ({"sharing": found.sharing} if values.get("sharing", 0) is None else {})
 
 
+class SettingError(PatchbayesError):
+    """A setting that a run cannot have: its name and value, and what was expected."""
+
+    def __init__(self, name: str, value: Any, why: str) -> None:
+        super().__init__(f"TrainingConfig({name}={value!r}): {why}.")
+        self.name, self.value, self.why = name, value, why
+
+
 def _refuse(name: str, value: Any, why: str) -> typing.NoReturn:
-    raise PatchbayesError(f"TrainingConfig({name}={value!r}): {why}.")
+    raise SettingError(name, value, why)
 
 
 def _check_types(config: TrainingConfig) -> None:
