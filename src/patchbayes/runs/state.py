@@ -101,7 +101,10 @@ def read_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             raise ValueError("; ".join(problems[:3]))
     except (safetensors.SafetensorError, OSError, KeyError, TypeError, ValueError, AttributeError) as error:
         why = str(error) if isinstance(error, PatchbayesError) else repr(error)
-        raise CheckpointMismatch(f"{path} is not a whole state of a training run ({why}).") from None
+        raise CheckpointMismatch(
+            f"{path} is not a whole state of a training run ({why}).\n"
+            "  do       copy it again if it was copied, or train into a new folder."
+        ) from None
     return tensors, description
 
 
