@@ -101,7 +101,7 @@ def _network(seed: int) -> torch.nn.Module:
 def training_step(material: Material, contestant: str) -> Callable[[], None]:
     """A training step of a contestant of `contest`."""
     network = patched(material, contestant, 0).train()
-    optimizer = optimizer_of(network, contestant, material.learning_rate)
+    optimizer = optimizer_of(network, contestant, material.learning_rate, material.fresh)
     x, y = (part[: material.batch] for part in material.train)
     x = material.trim(x)
 
@@ -133,7 +133,7 @@ REGIMES = {
         noises=(0.0, 0.25, 0.5, 1.0),
     ),
     "cifar": Regime(60, cifar, contest, training_step, rates=(0.1, 0.2, 0.3), noises=(0.5, 1.0, 1.5, 2.0)),
-    "intents": Regime(10, few_intents, contest, training_step, rates=(0.02, 0.05, 0.1), noises=(1.0, 2.0)),
+    "intents": Regime(10, few_intents, contest, training_step, rates=(0.02, 0.05, 0.1), noises=(0.5, 1.0)),
 }
 
 

@@ -27,6 +27,15 @@ def _whole(inputs: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
+class FreshLayer:
+    """The output layer on a pretrained network, which starts from nothing: its name, its learning rate, its components' one."""
+
+    name: str
+    learning_rate: float
+    component_rate: float
+
+
+@dataclass(frozen=True)
 class Material:
     """Prepared inputs and classes: to train on, to calibrate on, to score. network: a fresh one, by seed."""
 
@@ -40,7 +49,7 @@ class Material:
     batch: int = BATCH
     budget: int = 40_000  # passes of calibration
     decay: bool = False  # of the learning rate, linearly to 0
-    pretrained: bool = False
+    fresh: FreshLayer | None = None  # all else is pretrained
     trim: Callable[[Tensor], Tensor] = _whole  # a batch of inputs, without what pads all of them
 
 
@@ -90,7 +99,7 @@ def contest(material: Material, contestant: str, seed: int, epochs: int) -> dict
             fit(one, material, epochs, 1000 * seed + member)
         return {"rows": _ensemble_rows(material, models), "training_seconds": time.process_time() - began}
     model = patched(material, contestant, seed)
-    fit(model, material, epochs, seed, optimizer_of(model, contestant, material.learning_rate))
+    fit(model, material, epochs, seed, optimizer_of(model, contestant, material.learning_rate, material.fresh))
     trained = time.process_time()
     result: dict[str, Any] = {"training_seconds": trained - began, "train_accuracy": _train_accuracy(model, material)}
     if kind == "plain":
@@ -122,18 +131,27 @@ def patched(material: Material, contestant: str, seed: int) -> nn.Module:
     if kind == "dropout":
         patch_(model, Dropout(float(number)), sites="norm")
     elif kind == "mixed" and float(number):
-        rules = mixed(noise=float(number), pretrained=material.pretrained)
+        rules = mixed(noise=float(number), pretrained=material.fresh is not None)
         patch_(model, rules, generator=torch.Generator().manual_seed(seed))
     return model
 
 
-def optimizer_of(model: nn.Module, contestant: str, learning_rate: float) -> torch.optim.Optimizer:
-    """Adam; the components of "mixed:NOISE" have a rate of their own (`adam_rate`)."""
+def optimizer_of(
+    model: nn.Module, contestant: str, learning_rate: float, fresh: FreshLayer | None = None
+) -> torch.optim.Optimizer:
+    """Adam; the components of "mixed:NOISE" have a rate of their own (`adam_rate`), and so has a fresh output layer."""
     from ..objective import parameter_groups
     from ..posteriors.mixed import adam_rate
 
     kind, _, number = contestant.partition(":")
-    if kind != "mixed" or not float(number):
+    has_components = kind == "mixed" and bool(float(number))
+    if fresh is not None:
+        rate = fresh.component_rate if has_components else fresh.learning_rate
+        groups: dict[float, list[nn.Parameter]] = {rate: [], learning_rate: []}
+        for name, parameter in model.named_parameters():
+            groups[rate if name.startswith(f"{fresh.name}.") else learning_rate].append(parameter)
+        return torch.optim.Adam([{"params": own, "lr": lr} for lr, own in groups.items()])
+    if not has_components:
         return torch.optim.Adam(model.parameters(), learning_rate)
     return torch.optim.Adam(parameter_groups(model, lr=learning_rate, patch_lr=adam_rate(learning_rate)))
 
