@@ -43,7 +43,9 @@ class Classifier(nn.Module):
         return self.classifier(torch.einsum("bt,btf->bf", weights, states))
 
 
-def few_intents(seed: int, data_dir: str | None) -> Material:
+def few_intents(
+    seed: int, data_dir: str | None, output_rate: float = FEW_OUTPUT_RATE, component_rate: float = FEW_COMPONENT_RATE
+) -> Material:
     """Five training requests for each intent, 500 held out, all 4,500 test requests: ten minutes of one core for a contestant.
 
     At most 16 tokens are read; one request in nine is longer. The learning rate falls linearly, as is usual in fine-tuning:
@@ -51,7 +53,7 @@ def few_intents(seed: int, data_dir: str | None) -> Material:
     not pretrained, learns faster than the rest in all contestants: with one rate for all, it is what limits every one of them.
     """
     material = intents(seed, data_dir, FEW_LENGTH, FEW_EACH, FEW_HELD_OUT, FEW_TESTED)
-    fresh = FreshLayer("classifier", FEW_OUTPUT_RATE, FEW_COMPONENT_RATE)
+    fresh = FreshLayer("classifier", output_rate, component_rate)
     return replace(
         material, unfamiliar=None, learning_rate=FEW_LEARNING_RATE, budget=FEW_BUDGET, decay=True, fresh=fresh
     )

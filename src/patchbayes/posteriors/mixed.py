@@ -34,7 +34,8 @@ def mixed(
 
     pretrained   for fine-tuning a network whose weights come from elsewhere, all but a fresh output layer: ECMP on the output
                  alone, with a jitter of 0.05 * noise, since components on pretrained norms gained less; and MC
-                 dropout of 0.05 * noise before every norm, which stays on in prediction: there 20 draws gain.
+                 dropout of 0.05 * noise before every norm, which stays on in prediction: there 20 draws gain. Let the
+                 components learn far faster than the rest, `patch_lr=2e-2` beside `lr=3e-4`: they start from nothing.
 
     The paper names mixed schemes as future work; `docs/training.md` has the measurements.
     """
