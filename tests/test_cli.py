@@ -80,6 +80,10 @@ def test_an_error_is_one_message_on_standard_error_and_exits_with_1(tmp_path):
     found = command("evaluate", tmp_path, code=1)
     assert found.out == ""
     assert found.err == f"patchbayes: {tmp_path} is not a run folder: it has no config.json.\n"
+    (tmp_path / "noise-0").mkdir()
+    (tmp_path / "noise-0" / "config.json").write_text("{}")
+    found = command("evaluate", tmp_path, code=1)
+    assert found.err.splitlines()[1] == f"  do       name one of the runs in it: {tmp_path / 'noise-0'}."
 
 
 def test_debug_raises_the_error_itself(tmp_path):

@@ -233,7 +233,9 @@ def refuse_used(path: Path) -> None:
 def _read_config(path: Path) -> dict[str, Any]:
     file = path / "config.json"
     if not file.is_file():
-        raise PatchbayesError(f"{path} is not a run folder: it has no config.json.")
+        runs = sorted(str(one.parent) for one in path.glob("*/config.json"))
+        hint = f"\n  do       name one of the runs in it: {', '.join(runs[:5])}." if runs else ""
+        raise PatchbayesError(f"{path} is not a run folder: it has no config.json.{hint}")
     try:
         config = read_json(file)
         known = config["schema"] == SCHEMA and config["kind"] in ("train", "bayesianize")
