@@ -50,6 +50,7 @@ class Material:
     budget: int = 40_000  # passes of calibration
     decay: bool = False  # of the learning rate, linearly to 0
     fresh: FreshLayer | None = None  # all else is pretrained
+    scheme: Callable[[float], Any] | None = None  # noise -> rules of "mixed:NOISE", in place of `mixed`
     trim: Callable[[Tensor], Tensor] = _whole  # a batch of inputs, without what pads all of them
 
 
@@ -131,7 +132,7 @@ def patched(material: Material, contestant: str, seed: int) -> nn.Module:
     if kind == "dropout":
         patch_(model, Dropout(float(number)), sites="norm")
     elif kind == "mixed" and float(number):
-        rules = mixed(noise=float(number), pretrained=material.fresh is not None)
+        rules = (material.scheme or mixed)(float(number))
         patch_(model, rules, generator=torch.Generator().manual_seed(seed))
     return model
 
