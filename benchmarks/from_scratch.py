@@ -6,10 +6,9 @@
     cifar       CIFAR-100, 20 classes x 250 images at 16 x 16, no augmentation, 60 epochs: it knows them by heart. (--data-dir)
     intents     a pretrained MiniLM, fine-tuned to tell 150 intents apart, 5 requests each; its fresh output layer learns
                 40 times as fast as the rest. (--data-dir)
-    one_rate    the same with one learning rate for all layers, and five times that for components. (--data-dir)
 
 Contestants: "plain" (the original network, temperature scaling, `bayesianize_`), "dropout:RATE" (20 draws and one pass),
-"mixed:NOISE" (patches as `pb.mixed` puts them, for MiniLM as `fine_tuning` does, none for 0, then `calibrate_`; 20 draws and
+"mixed:NOISE" (patches as `pb.mixed` puts them, for MiniLM with pretrained=True, none for 0, then `calibrate_`; 20 draws and
 one pass), "ensemble:MEMBERS".
 
 Where there are several rates or levels of noise, all are trained with the first seed and see its held-out examples alone; the
@@ -38,7 +37,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import uci_regime
-from intents_regime import FEW_LEARNING_RATE, few_intents
+from intents_regime import few_intents
 from records import RESULTS, write_record
 
 from patchbayes.cli.demo import RECORD
@@ -47,7 +46,6 @@ from patchbayes.cli.memory import keep_freed_memory
 from patchbayes.data import read
 from patchbayes.files import write_atomically
 from patchbayes.nets import small_resnet
-from patchbayes.posteriors.mixed import adam_rate
 
 DEMO = RESULTS.parent / "src" / "patchbayes" / "cli" / RECORD
 #: What --reuse can name.
@@ -124,10 +122,6 @@ def _clean_fashion(seed: int, _: str | None) -> Material:
     return replace(fashion(seed, corrupted=1), corrupted={}, unfamiliar=None)
 
 
-def _one_rate(seed: int, data_dir: str | None) -> Material:
-    return few_intents(seed, data_dir, FEW_LEARNING_RATE, adam_rate(FEW_LEARNING_RATE))
-
-
 REGIMES = {
     "fashion": Regime(40, _fashion, contest, training_step),
     "underfit": Regime(4, _clean_fashion, contest, training_step, rates=(0.02, 0.1), noises=(0.0, 0.1)),
@@ -140,8 +134,7 @@ REGIMES = {
         noises=(0.0, 0.25, 0.5, 1.0),
     ),
     "cifar": Regime(60, cifar, contest, training_step, rates=(0.1, 0.2, 0.3), noises=(0.5, 1.0, 1.5, 2.0)),
-    "intents": Regime(10, few_intents, contest, training_step, rates=(0.02, 0.05, 0.1), noises=(0.5, 1.0)),
-    "one_rate": Regime(10, _one_rate, contest, training_step, rates=(0.02, 0.05, 0.1), noises=(1.0, 2.0)),
+    "intents": Regime(10, few_intents, contest, training_step, rates=(0.02, 0.05, 0.1), noises=(0.4, 1.0, 2.0)),
 }
 
 

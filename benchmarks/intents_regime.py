@@ -16,13 +16,12 @@ from subjects import define_torchvision_operators
 from torch import Tensor, nn
 
 from patchbayes.cli.demo_study import FreshLayer, Material
-from patchbayes.posteriors import ECMP, Dropout, Method
+from patchbayes.posteriors import mixed
 
 LEARNING_RATE, LENGTH, EACH, HELD_OUT, TESTED = 3e-4, 20, 10, 1000, 10
 FEW_LEARNING_RATE, FEW_LENGTH, FEW_EACH, FEW_HELD_OUT, FEW_TESTED, FEW_BUDGET = 3e-4, 16, 5, 500, 30, 10_000
-#: Of the fresh output layer, for all contestants but "mixed", and of its components there: the best of 1.5, 3, 6 and 12, and of
-#: 1.5, 5, 10, 20, 30 and 40 thousandths on held-out requests of seed 0.
-FEW_OUTPUT_RATE, FEW_COMPONENT_RATE = 1.2e-2, 2e-2
+#: Of the fresh output layer, for all contestants: the best of 1.5, 3, 6 and 12 thousandths on held-out requests of seed 0.
+FEW_OUTPUT_RATE = 1.2e-2
 define_torchvision_operators()  # transformers imports torchvision where it is installed
 
 
@@ -44,9 +43,7 @@ class Classifier(nn.Module):
         return self.classifier(torch.einsum("bt,btf->bf", weights, states))
 
 
-def few_intents(
-    seed: int, data_dir: str | None, output_rate: float = FEW_OUTPUT_RATE, component_rate: float = FEW_COMPONENT_RATE
-) -> Material:
+def few_intents(seed: int, data_dir: str | None) -> Material:
     """Five training requests for each intent, 500 held out, all 4,500 test requests: ten minutes of one core for a contestant.
 
     At most 16 tokens are read; one request in nine is longer. The learning rate falls linearly, as is usual in fine-tuning:
@@ -54,22 +51,15 @@ def few_intents(
     not pretrained, learns faster than the rest in all contestants: with one rate for all, it is what limits every one of them.
     """
     material = intents(seed, data_dir, FEW_LENGTH, FEW_EACH, FEW_HELD_OUT, FEW_TESTED)
-    fresh = FreshLayer("classifier", output_rate, component_rate)
     return replace(
         material,
         unfamiliar=None,
         learning_rate=FEW_LEARNING_RATE,
         budget=FEW_BUDGET,
         decay=True,
-        fresh=fresh,
-        scheme=fine_tuning,
+        fresh=FreshLayer("classifier", FEW_OUTPUT_RATE),
+        scheme=partial(mixed, pretrained=True),
     )
-
-
-def fine_tuning(noise: float) -> dict[Any, Method]:
-    """The best of the schemes with components that were tried on held-out requests of seed 0: on the output layer alone, since
-    those on pretrained norms gained less than masks before them, which stay on in prediction."""
-    return {"output": ECMP(5, jitter=0.05 * noise), "norm": Dropout(0.05 * noise)}
 
 
 def intents(

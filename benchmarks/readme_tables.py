@@ -25,7 +25,7 @@ from engine_tables import (
 )
 from family_tables import family, gradient_variance, local_form, probabilities
 from integration_tables import matrix, selective, sklearn_sets
-from regime_tables import before_and_after, ensembles, front, one_rate, own_loop, regimes
+from regime_tables import before_and_after, ensembles, front, own_loop, regimes
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -147,7 +147,6 @@ PAGES = (
 TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "front": ("regime_fashion", front),
     "regimes": ("regime_*", regimes),
-    "one_rate": ("regime_one_rate", one_rate),
     "ensembles": ("ensemble_*", ensembles),
     "own_loop": ("own_loop", own_loop),
     "training_overhead": ("training_overhead", training_overhead),

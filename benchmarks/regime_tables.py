@@ -170,17 +170,6 @@ def regimes(records: list[dict[str, Any]]) -> str:
     return "\n".join([*lines, "", *said, "", _beside_dropout(ordered), "", notes])
 
 
-def one_rate(record: dict[str, Any]) -> str:
-    """What the contestants on MiniLM reach where the fresh output layer has no learning rate of its own."""
-    names = ["temperature scaling", f"dropout {record['dropout_rate']:g}, draws", f"mixed {record['noise']:g}, draws"]
-    scores = [statistics.fmean(_row(results, name, record)["nll"] for results in record["seeds"]) for name in names]
-    return (
-        f"With one learning rate for all layers, and five times that for components, the NLL is {scores[0]:.3f} with "
-        f"temperature scaling, {scores[1]:.3f} with {names[1]}, and {scores[2]:.3f} with {names[2]}. Command: "
-        f"`{record['command']}`, {_commits(record)}."
-    )
-
-
 def ensembles(records: list[dict[str, Any]]) -> str:
     """What an ensemble gains over temperature scaling, and which part of that patches in one pass have."""
     lines = []

@@ -28,11 +28,10 @@ def _whole(inputs: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class FreshLayer:
-    """The output layer on a pretrained network, which starts from nothing: its name, its learning rate, its components' one."""
+    """The output layer on a pretrained network, which starts from nothing: its name, its learning rate."""
 
     name: str
     learning_rate: float
-    component_rate: float
 
 
 @dataclass(frozen=True)
@@ -144,15 +143,13 @@ def optimizer_of(
     from ..objective import parameter_groups
     from ..posteriors.mixed import adam_rate
 
-    kind, _, number = contestant.partition(":")
-    has_components = kind == "mixed" and bool(float(number))
     if fresh is not None:
-        rate = fresh.component_rate if has_components else fresh.learning_rate
-        groups: dict[float, list[nn.Parameter]] = {rate: [], learning_rate: []}
+        groups: dict[float, list[nn.Parameter]] = {fresh.learning_rate: [], learning_rate: []}
         for name, parameter in model.named_parameters():
-            groups[rate if name.startswith(f"{fresh.name}.") else learning_rate].append(parameter)
+            groups[fresh.learning_rate if name.startswith(f"{fresh.name}.") else learning_rate].append(parameter)
         return torch.optim.Adam([{"params": own, "lr": lr} for lr, own in groups.items()])
-    if not has_components:
+    kind, _, number = contestant.partition(":")
+    if kind != "mixed" or not float(number):
         return torch.optim.Adam(model.parameters(), learning_rate)
     return torch.optim.Adam(parameter_groups(model, lr=learning_rate, patch_lr=adam_rate(learning_rate)))
 
