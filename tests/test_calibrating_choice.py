@@ -60,6 +60,29 @@ def test_draws_that_cannot_lose_their_spread_keep_their_own_temperature() -> Non
     assert pb.predict(net, x, "mean").temperature == report.mean_temperature
 
 
+def test_masks_are_not_left_with_a_spread_that_few_examples_chose(monkeypatch) -> None:
+    """The search sees a dozen examples; the draws that it leaves are no worse on all of them than those that were there."""
+    net, x = classifier(scale=3.0), inputs(1000)
+    with torch.no_grad():
+        y = labels_from(torch.softmax(net(x) / 1.5, -1))
+    pb.patch_(net, {"output": Spread(size=0.05), "hidden": pb.Dropout(0.3)})
+    before = copy.deepcopy(net)
+    raw = pb.predict(before, x).averaged_log_probs
+    best = metrics.nll(torch.log_softmax(raw / metrics.fit_temperature(raw, y), -1), y)
+
+    def too_far(self, examples: int):
+        return dataclasses.replace(self._untried, level=math.log(60.0), draw_temperature=5.0, nll=0.0, examples=12)
+
+    monkeypatch.setattr(SpreadSearch, "_first_look", too_far)
+    monkeypatch.setattr(SpreadSearch, "_around", lambda self, best, examples: best)
+    monkeypatch.setattr(SpreadSearch, "tried", [Tried(0.0, 0.0, 9.0, 1.0, 0.0, 12)], raising=False)
+    pb.calibrate_(net, batches(x, y), examples=1000, budget=4000)
+    assert metrics.nll(pb.predict(net, x).log_probs, y) <= best + 0.01
+    for name, value in before.state_dict().items():
+        if "temperature" not in name:
+            assert torch.equal(net.state_dict()[name], value), name
+
+
 def test_where_no_draws_are_chosen_no_patches_are_left(tmp_path: Path) -> None:
     torch.manual_seed(0)
     net, x = nn.Sequential(nn.Linear(6, 4)).eval(), inputs(1000)

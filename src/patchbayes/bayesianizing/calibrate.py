@@ -21,7 +21,7 @@ from ..views import Views, as_views
 from .held_out import HeldOut, Select, select_for, to_device
 from .progress import shown
 from .report import FEW, CalibrationReport, Scores
-from .restoring import restored_on_error, with_record
+from .restoring import put_back, restored_on_error, with_record
 from .score import Average, best_temperature, check_scored, raised_temperature, scores
 from .spread import Learned, SpreadSearch, is_member, relative_spread, rigid_sites, scalable_sites
 from .tries import Tried, Tries
@@ -60,11 +60,13 @@ def calibrate_(
        (`SpreadSearch`), with the temperature that softens each draw before the average (`Likelihood.draw_temperature`).
     3. The averaged prediction gets its own temperature, shrunk towards 1 where examples are few: spread and softened draws
        can only make a network more cautious.
-    4. Where the search found a spread that is ahead of the one that the network had by no more than fitting gives for
+    4. Where some noise cannot be scaled (the masks of dropout), draws as they were are kept if they are no worse on all
+       examples than what the search found.
+    5. Where the search found a spread that is ahead of the one that the network had by no more than fitting gives for
        nothing, the network keeps its own. Where the result is no better than temperature scaling (on examples that were
        kept away from learning by half a standard error, by up to two where they are few, and on all of them by more than
        fitting a few numbers gives for nothing), spread becomes 0 and the report says so.
-    5. With a `tolerance`, the temperatures are then raised as far as that allows.
+    6. With a `tolerance`, the temperatures are then raised as far as that allows.
 
     A network without patches gets its temperature alone: `predict`, `save` and `load_` then know it as a network without sites.
     So does an explicit ensemble, whose members were trained one by one: there is no mean network that they spread around.
@@ -171,7 +173,7 @@ class Calibration:
         result = Result("none", dict.fromkeys(sites, 0.0), mean_temperature, scaled)
         members = any(map(is_member, self.network.sites))
         searched = bool(self.network.sites) and not members
-        learning = spread == "learn" and bool(sites)
+        learning, rigid = spread == "learn" and bool(sites), bool(rigid_sites(self.network))
         search = self._search(mean_temperature, self.budget - self.passes) if searched else None
         found = None if search is None else search.run(self.stopped) if learning else search.start()
         if members:
@@ -180,8 +182,10 @@ class Calibration:
             self.passes += found.passes
             self._lap("spread")
             learned = learning and (found.ahead_of_start or not try_start)
+            held = [(p.data, p.detach().clone()) for site in sites if rigid for p in site.parameters().values()]
             result = self._judged("learned", found) if learned else self._judged("start", search.start())
-        rigid = bool(rigid_sites(self.network))
+            if rigid and not result.interrupted:
+                result = self._or_as_it_was(result, held)
         if found is not None and learning and not result.worth and not result.interrupted:
             drawn, result = result, Result("none", {}, mean_temperature, scaled, result.gain, result.gain_error)
             if rigid:  # draws go on to differ, and keep the spread and the temperatures that fit them
@@ -261,6 +265,18 @@ class Calibration:
         gain, error, worth = self._gain(averages, temperature, _FITTED if kind == "learned" else 1)
         scored = Scores.of(averages, self.targets, temperature)
         return Result(kind, factors, temperature, scored, gain, error, worth, softened)
+
+    def _or_as_it_was(self, result: "Result", held: list[tuple[Tensor, Tensor]]) -> "Result":
+        """Where masks stay, whatever the search says: the draws as they were, with a temperature of their average alone, if
+        they are no worse on all examples than what the search found on few. held: parameters before the search."""
+        averages, found = self.averages, [(p.data, p.detach().clone()) for p, _ in held]
+        put_back(held)
+        plain = self._judged("start", Learned({}, 1.0, 0.0))
+        if plain.scores.nll <= result.scores.nll:
+            return plain
+        put_back(found)
+        self.averages = averages
+        return result
 
     def _spread(self, sites: list[Site]) -> dict[str, float]:
         if not sites:
