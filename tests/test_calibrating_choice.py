@@ -13,7 +13,9 @@ from torch import nn
 
 import patchbayes as pb
 from calibrated_networks import batches, classifier, inputs, labels_from
+from patchbayes import metrics
 from patchbayes.bayesianizing.calibrate import Calibration
+from patchbayes.bayesianizing.spread import Learned, SpreadSearch
 from patchbayes.posteriors import LowRank, Spread
 from patchbayes.posteriors.method import Method
 from patchbayes.views import mirror
@@ -60,8 +62,8 @@ def test_draws_that_cannot_lose_their_spread_keep_their_own_temperature() -> Non
     assert pb.predict(net, x, "mean").temperature == report.mean_temperature
 
 
-def test_masks_are_not_left_with_a_spread_that_few_examples_chose(monkeypatch) -> None:
-    """The search sees a dozen examples; the draws that it leaves are no worse on all of them than those that were there."""
+def test_masks_are_not_left_with_a_spread_that_few_examples_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the search says: the draws that it leaves are no worse on all examples than those that were there."""
     net, x = classifier(scale=3.0), inputs(1000)
     with torch.no_grad():
         y = labels_from(torch.softmax(net(x) / 1.5, -1))
@@ -70,12 +72,10 @@ def test_masks_are_not_left_with_a_spread_that_few_examples_chose(monkeypatch) -
     raw = pb.predict(before, x).averaged_log_probs
     best = metrics.nll(torch.log_softmax(raw / metrics.fit_temperature(raw, y), -1), y)
 
-    def too_far(self, examples: int):
-        return dataclasses.replace(self._untried, level=math.log(60.0), draw_temperature=5.0, nll=0.0, examples=12)
+    def too_far(search: SpreadSearch, stopped: bool = False) -> Learned:
+        return Learned(dict.fromkeys(search.sites, math.log(60.0)), 5.0, 0.0)
 
-    monkeypatch.setattr(SpreadSearch, "_first_look", too_far)
-    monkeypatch.setattr(SpreadSearch, "_around", lambda self, best, examples: best)
-    monkeypatch.setattr(SpreadSearch, "tried", [Tried(0.0, 0.0, 9.0, 1.0, 0.0, 12)], raising=False)
+    monkeypatch.setattr(SpreadSearch, "run", too_far)
     pb.calibrate_(net, batches(x, y), examples=1000, budget=4000)
     assert metrics.nll(pb.predict(net, x).log_probs, y) <= best + 0.01
     for name, value in before.state_dict().items():
