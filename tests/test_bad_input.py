@@ -343,7 +343,7 @@ def test_draws_of_a_network_with_other_sites_components_or_noise_do_not_fit():
 def test_targets_of_the_wrong_shape_or_kind():
     outputs = pb.forward_draws(patched(), X, 2)
     for targets, texts in (
-        (torch.zeros(8), ("class numbers of shape (8,)", "float32")),
+        (torch.zeros(8), ("class numbers as targets", "float32")),
         (torch.zeros(3, dtype=torch.long), ("(2, 8, 2)", "(3,)")),
     ):
         with pytest.raises(PatchbayesError) as error:

@@ -162,7 +162,7 @@ EDITS = {
     "a tensor too many": (lambda d, t: t.update(extra=torch.zeros(1)), "not in the network: extra"),
     "no generator": (lambda d, t: t.pop("patchbayes_generator"), "missing in the file: patchbayes_generator"),
     "another hash": (lambda d, t: d["shared"].update({"0.bias": "0" * 16}), "shared tensor 0.bias"),
-    "a hash too many": (lambda d, t: d["shared"].update({"7.bias": "0" * 16}), "shared tensor 7.bias"),
+    "a hash too many": (lambda d, t: d["shared"].update({"7.bias": "0" * 16}), "the network has no 7.bias"),
 }  # fmt: skip
 
 

@@ -113,3 +113,34 @@ def test_a_run_whose_last_checkpoint_is_gone_is_not_begun_again(tmp_path):
     with pytest.raises(pb.PatchbayesError, match=r"last\.safetensors is missing"):
         train(config, tmp_path / "run", resume=True, quiet=True)
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == metrics
+
+
+def test_answers_no_better_than_guessing_are_named():
+    x = torch.randn(400, 4, generator=torch.Generator().manual_seed(3))
+    net = network()
+    with torch.no_grad():
+        best = net.eval()(x).argmax(-1)
+    report = pb.calibrate_(network(), [(x, (best + torch.arange(400) % 3) % 3)])
+    assert "no better than guessing" in str(report)
+    some_right = torch.where(torch.arange(400) % 5 < 3, best, (best + 1) % 3)
+    assert "no better than guessing" not in str(pb.calibrate_(network(), [(x, some_right)]))
+
+
+def test_a_patch_for_another_architecture_is_refused_by_what_is_missing(tmp_path):
+    net = network()
+    pb.patch_(net, pb.ECMP(3), "output")
+    pb.save(net, tmp_path / "patch.safetensors")
+    wider = nn.Sequential(*list(network())[:-1], nn.Identity())
+    other = nn.Sequential(nn.Linear(4, 4), *list(network()))
+    for wrong in (wider, other):
+        with pytest.raises(pb.PatchbayesError) as error:
+            pb.load_(wrong, tmp_path / "patch.safetensors")
+        assert "the network's own weights" not in str(error.value)
+
+
+def test_export_says_how_to_write_one_pass(tmp_path):
+    net = network()
+    pb.patch_(net, pb.ECMP(3), "output")
+    with pytest.raises(pb.PatchbayesError, match=r"(?s)export\(draws='mean'\).*unpatch_\(model, keep=\"mean\""):
+        pb.export(net, tmp_path / "m.onnx", draws="mean", example_input=X)
+    assert not (tmp_path / "m.onnx").exists()

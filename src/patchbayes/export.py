@@ -89,6 +89,11 @@ def export(
                 "  do       patch it with a method whose draws are weights (EMP, ECMP, DropConnect, MeanField), or export "
                 "the mean network with torch.export."
             )
+    if isinstance(draws, str) and draws != "exact":
+        raise PatchbayesError(
+            f'export(draws={draws!r}): expected a number of draws, Draws or "exact".\n'
+            '  do       for one pass, unpatch_(model, keep="mean", example_input=x), and torch.onnx.export.'
+        )
     likelihood = checked_likelihood(likelihood or network.likelihood)
     made = make_draws(model, network, draws, sampling, generator)
     if views is not None and not isinstance(views, Views):

@@ -230,6 +230,7 @@ class Calibration:
             views=None if self.views is None else repr(self.views),
             warming=self.network.share == 0,
             judged=sum(map(len, self.targets[: self.away])),
+            num_classes=self.plain[0].parts[0].shape[-1] if self.plain[0].kind == "classes" else 0,
             of_variance=likelihood.offers not in ("ClassPrediction", "LabelPrediction"),
             interrupted=result.interrupted or (found is not None and found.interrupted),
         )

@@ -71,6 +71,7 @@ class CalibrationReport:
     before            the mean network as it was; temperature_scaled the same with `mean_temperature`; after: the result.
     gain, gain_error  NLL of temperature scaling minus that of the spread that was judged, and its standard error, on the
                       `judged` examples that were kept away from learning; on all where that is 0, since there were few.
+    num_classes       of a classification, else 0.
     of_variance       whether the temperatures are factors on the variance of a prediction of numbers.
     tried             every spread that was tried, with its NLL on the examples that it was tried on.
     warming           whether `warm_up_` kept draws out of its training to the end.
@@ -101,6 +102,7 @@ class CalibrationReport:
     trained_without: bool = False
     judged: int = 0
     of_variance: bool = False
+    num_classes: int = 0
 
     @property
     def losses(self) -> tuple[float, ...]:
@@ -183,6 +185,11 @@ class CalibrationReport:
             found.append(
                 "All answers are right: was the network trained on these examples? Then nothing here means much."
             )
+        if self.at_chance:
+            found.append(
+                "The answers are no better than guessing: is the network trained, are its weights loaded, and are inputs "
+                "prepared and classes numbered as in training?"
+            )
         before, after = self.before.shown_ece, self.after.shown_ece
         known = before is not None and after is not None
         if known and after > before + 0.005 and self.after.nll < self.before.nll:  # type: ignore[operator]
@@ -190,6 +197,14 @@ class CalibrationReport:
                 "NLL is lower, ECE is higher: the two do not agree on this network. See the reliability below."
             )
         return found
+
+    @property
+    def at_chance(self) -> bool:
+        """Whether it is right no more often than guessing among equally frequent classes, up to two standard errors."""
+        if self.before.accuracy is None or not self.num_classes or self.num_held_out < FEW:
+            return False
+        guessing = 1 / self.num_classes
+        return self.before.accuracy < guessing + 2 * math.sqrt(guessing * (1 - guessing) / self.num_held_out)
 
     @property
     def warning(self) -> str:

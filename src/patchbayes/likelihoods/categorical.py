@@ -56,10 +56,10 @@ class Categorical(Likelihood):
                 do = "targets.long(), or likelihood=patchbayes.likelihoods.Gaussian() if the targets are numbers, not classes"
             else:
                 do = "where targets are numbers, not classes, pass likelihood=patchbayes.likelihoods.Gaussian()"
-            raise PatchbayesError(
-                f"Categorical: expected class numbers of shape {tuple(shape)}, got {targets.dtype} of shape "
-                f"{tuple(targets.shape)}.\n  do       {do}."
-            )
+            expected, got = "class numbers", f"{targets.dtype}"
+            if targets.shape != shape:
+                expected, got = f"class numbers of shape {tuple(shape)}", f"{got} of shape {tuple(targets.shape)}"
+            raise PatchbayesError(f"Categorical: expected {expected} as targets, got {got}.\n  do       {do}.")
         valid = targets != self.ignore_index
         chosen = targets.to(torch.int64).where(valid, 0).expand(log_probs.shape[:-1]).unsqueeze(-1)
         try:

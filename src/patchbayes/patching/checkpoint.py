@@ -338,5 +338,7 @@ def _left_out(root: nn.Module, file: PatchFile) -> dict[str, Tensor]:
 
 def _listing(what: str, problems: list[str]) -> str:
     shown = [*problems[:12], *([f"... and {len(problems) - 12} more"] if len(problems) > 12 else [])]
-    rest = "\n  do       load the network's own weights first; or save all of it, save(..., whole=True), and load that."
-    return f"load_: {what}:{''.join(f'{chr(10)}  - {one}' for one in shown)}{rest * problems[0].startswith('shared')}"
+    do = "give it a network of the architecture that the file was made for"
+    if problems[0].startswith("shared"):
+        do = "load the network's own weights first; or save all of it, save(..., whole=True), and load that"
+    return f"load_: {what}:{''.join(f'{chr(10)}  - {one}' for one in shown)}\n  do       {do}."

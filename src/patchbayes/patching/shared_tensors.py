@@ -29,10 +29,14 @@ def other_tensors(shared: Mapping[str, Tensor], description: Mapping[str, Any]) 
     """The shared tensors that are not the ones described, in words."""
     digests, sketches = description["shared"], description.get("sketches")
     sketches = sketches if isinstance(sketches, Mapping) else {}  # files of before have none
-    return [
+    apart = [f"the network has no {key}" for key in sorted(digests.keys() - shared.keys())]
+    apart += [
+        f"{key} is not in the network that the file was made for" for key in sorted(shared.keys() - digests.keys())
+    ]
+    return apart or [
         f"shared tensor {key} is not the one that the patch was trained on"
-        for key in sorted(shared.keys() | digests.keys())
-        if key not in shared or not _is_same(shared[key], digests.get(key), sketches.get(key))
+        for key in sorted(shared)
+        if not _is_same(shared[key], digests[key], sketches.get(key))
     ]
 
 

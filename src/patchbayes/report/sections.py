@@ -90,8 +90,11 @@ def finding(comparison: Comparison) -> str:
     (first, leader), *others = ranked
     if not others:
         return f"{word} {label}: {first}."
-    difference = "a significant difference" if leader.best else "no significant difference"
-    return f"{word} {label}: {first}; next: {others[0][0]}; {difference}."
+    return f"{word} {label}: {first}; next: {others[0][0]}; {_difference(leader)}."
+
+
+def _difference(leader: TableCell) -> str:
+    return "a significant difference" if leader.best else "no significant difference"
 
 
 def _findings(comparison: Comparison, table: Table) -> Iterator[str]:
@@ -103,8 +106,7 @@ def _findings(comparison: Comparison, table: Table) -> Iterator[str]:
         if len(ranked) > 1:
             (first, leader), (second, _) = ranked[:2]
             word = "Highest" if what.better == "higher" else "Lowest"
-            support = "" if leader.best else "not "
-            yield f"{word} {lower(what.label.removesuffix(', %'))}, {support}beyond chance: {first}. Next: {second}."
+            yield f"{word} {lower(what.label.removesuffix(', %'))}: {first}; next: {second}; {_difference(leader)}."
     for group in comparison.groups:
         if "collapsed" in map(collapse.verdict, group.runs):
             yield f"{group.label} {collapse.sentence(group.runs)} (see Diversity)."
