@@ -25,7 +25,7 @@ from engine_tables import (
 )
 from family_tables import family, gradient_variance, local_form, probabilities
 from integration_tables import matrix, selective, sklearn_sets
-from regime_tables import before_and_after, ensembles, front, own_loop, regimes, wide_output
+from regime_tables import before_and_after, ensembles, front, own_loop, regimes
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -149,7 +149,6 @@ TABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "regimes": ("regime_*", regimes),
     "ensembles": ("ensemble_*", ensembles),
     "own_loop": ("own_loop", own_loop),
-    "wide_output": ("wide_output", wide_output),
     "training_overhead": ("training_overhead", training_overhead),
     "prediction": (PREDICTION, prediction),
     "rivals": (PREDICTION, rivals),

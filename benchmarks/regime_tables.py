@@ -225,20 +225,6 @@ def own_loop(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def wide_output(record: dict[str, Any]) -> str:
-    """NLL of one network by the learning rate of its components, seed by seed."""
-    by_rate: dict[str, list[str]] = {}
-    for row in record["rows"]:
-        by_rate.setdefault(row["rate"], []).append(f"{row['nll']:.3f}")
-    words = {"plain": "without patches", "K times": "with K times the rate everywhere", "by width": "with this rule"}
-    said = ", ".join(f"{' / '.join(found)} {words[rate]}" for rate, found in by_rate.items())
-    return (
-        f"A network with group norms and 1,024 inputs to its output layer (2,000 pictures of clothes, {record['epochs']} epochs, "
-        f"one pass with a temperature, seeds {', '.join(map(str, record['seed_numbers']))}) has an NLL of {said}. Command: "
-        f"`{record['command']}` (commit {record['commit']})."
-    )
-
-
 def _choice(contestant: str) -> list[str]:
     """The row in which every seed's held-out data choose between a method and temperature scaling, as --noise auto does."""
     kind, _, number = contestant.partition(":")

@@ -211,20 +211,6 @@ def test_what_the_patches_brought_can_have_a_rate_of_its_own_and_weights_below_d
         pb.objective.parameter_groups(dropped, lr=0.1, patch_lr=0.5)
 
 
-def test_components_of_wide_layers_learn_no_faster_than_the_rest():
-    model = nn.Sequential(nn.Linear(3, 256), nn.BatchNorm1d(256), nn.Linear(256, 2000), nn.ReLU(), nn.Linear(2000, 2))
-    pb.patch_(model, {"norm+output": pb.ECMP(5), "2": pb.EMP(4)})
-    groups = pb.objective.parameter_groups(model, lr=0.1, patch_lr=0.5)
-    rates = {id(p): group["lr"] for group in groups for p in group["params"]}
-    found = {name: rates[id(parameter)] for name, parameter in model.named_parameters()}
-    expected = {"1": (0.5, 0.5), "2": (0.25, 0.5), "4": (0.1, 0.5)}  # 128 / 256 of it; a fifth, not 128 / 2000
-    for layer, (weight, bias) in expected.items():
-        assert found[f"{layer}.patchbayes.components.weight"] == pytest.approx(weight)
-        assert found[f"{layer}.patchbayes.components.bias"] == pytest.approx(bias)
-    assert found["0.weight"] == 0.1
-    assert len({group["name"] for group in groups}) == len(groups)
-
-
 def test_frozen_parameters_and_empty_groups_are_left_out():
     model = network()
     model[0].requires_grad_(False)

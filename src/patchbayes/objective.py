@@ -20,10 +20,6 @@ from .patching.sharding import refuse_sharded
 from .posteriors.posterior import CHILD, KL, Entropy, Posterior, PriorTerms, is_bias, quadratic
 from .prior import GammaPrior, LaplacePrior, LearnedPrior, Prior
 
-#: Inputs of a layer above which its components do not learn K times as fast. 64 inputs gained by K times the rate; a layer of
-#: 3,136 inputs lost 0.03 nats by it, more than all that patches gained.
-_WIDE = 128
-
 
 def kl(
     model: nn.Module,
@@ -247,14 +243,11 @@ def parameter_groups(
     and so are empty groups.
 
     patch_lr   learning rate of what the patches brought: a component is drawn in one of K steps, learns slower than the rest
-               at the plain rate, and keeps up at K times that. Adam moves every weight alike, so that the output of a layer
-               with many inputs would move too far: weights of more than 128 inputs n get patch_lr * 128 / n, at least
-               patch_lr / K. The layers' own weights below dropout are not meant: they form groups of their own then,
-               "patched_weights_kept" and "patched_biases_kept".
+               at the plain rate, and keeps up at K times that. The layers' own weights below dropout are not meant: they form
+               groups of their own then, "patched_weights_kept" and "patched_biases_kept".
     """
     lambdas = lambdas or Lambdas()
     kept = {id(p) for site in network_of(model).sites for p in site.module._parameters.values()}
-    shares = _shares_of_rate(model)
     groups: list[dict[str, Any]] = []
     brought = 0
     for name, parameters in _groups(model).items():
@@ -263,10 +256,7 @@ def parameter_groups(
         own = [p for p in learned if fast and id(p) not in kept]
         rest = [p for p in learned if id(p) in kept] if own else learned
         fixed = {"weight_decay": 2 * vars(lambdas).get(name, 0.0), **options}
-        for share in sorted({shares.get(id(p), 1.0) for p in own}, reverse=True):
-            some = [p for p in own if shares.get(id(p), 1.0) == share]
-            title = name if share == 1 else f"{name}_x{share:.3g}"
-            groups.append({"params": some, "name": title, **fixed, "lr": share * (patch_lr or 0.0)})
+        groups += [{"params": own, "name": name, **fixed, "lr": patch_lr}] if own else []
         groups += [{"params": rest, "name": f"{name}_kept" if own else name, **fixed}] if rest else []
         brought += len(own)
     if patch_lr is not None and not brought:
@@ -274,20 +264,6 @@ def parameter_groups(
             f"parameter_groups(patch_lr={patch_lr!r}): no patched layer brought parameters that learn (dropout has none)."
         )
     return groups
-
-
-def _shares_of_rate(model: nn.Module) -> dict[int, float]:
-    """Which part of the patches' learning rate the components of wide layers have, by the parameter that holds them."""
-    shares = {}
-    for site in network_of(model).sites:
-        number = site.posterior.num_components
-        inputs = math.prod(site.posterior.component(0)["weight"].shape[1:]) if "weight" in site.posterior.names else 0
-        if number > 1 and inputs > _WIDE:
-            own = site.posterior.roles()
-            for name, parameter in site.posterior.named_parameters():
-                if own[name] == "weight":
-                    shares[id(parameter)] = max(_WIDE / inputs, 1 / number)
-    return shares
 
 
 @torch.no_grad()
