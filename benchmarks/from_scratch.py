@@ -8,7 +8,7 @@
                 40 times as fast as the rest. (--data-dir)
 
 Contestants: "plain" (the original network, temperature scaling, `bayesianize_`), "dropout:RATE" (20 draws and one pass),
-"mixed:NOISE" (patches as `pb.mixed` puts them, for MiniLM with pretrained=True, none for 0, then `calibrate_`; 20 draws and
+"mixed:NOISE" (patches as `pb.mixed` puts them, for MiniLM as `fine_tuning` does, none for 0, then `calibrate_`; 20 draws and
 one pass), "ensemble:MEMBERS".
 
 Where there are several rates or levels of noise, all are trained with the first seed and see its held-out examples alone; the

@@ -28,32 +28,6 @@ def test_the_rules_follow_the_one_dial():
     assert pb.mixed(components=3)["norm+output"].components == 3
 
 
-def test_a_pretrained_network_keeps_its_norms_and_draws_masks_in_prediction():
-    once, twice = pb.mixed(pretrained=True), pb.mixed(2, 3, pretrained=True)
-    assert set(once) == {"output", "norm"}
-    assert (once["output"].jitter, once["norm"].rate, once["norm"].predict) == (0.05, 0.05, True)
-    assert (twice["output"].jitter, twice["norm"].rate, twice["output"].components) == (0.1, 0.1, 3)
-    model, x = network(), torch.randn(64, 6)
-    weight = model[1].weight.detach().clone()
-    pb.patch_(model, pb.mixed(4, pretrained=True))
-    assert torch.equal(model[1].weight, weight)
-    assert {name: type(site.posterior).__name__ for name, site in pb.patched_sites(model).items()} == {
-        "1": "DropoutPosterior",
-        "5": "LocalMixturePosterior",
-    }
-    assert float(pb.predict(model, x, draws=8).mutual_information.mean()) > 1e-3
-
-
-def test_one_step_trains_all_components_of_a_fresh_output_layer():
-    model = network()
-    pb.patch_(model, pb.mixed(pretrained=True))
-    model.train()(torch.randn(8, 6)).square().sum().backward()
-    components = dict(pb.patched_sites(model)["5"].posterior.named_parameters())
-    gradients = {name: parameter.grad.view(5, -1) for name, parameter in components.items()}
-    assert gradients
-    assert all(bool((gradient != 0).any(1).all()) for gradient in gradients.values())
-
-
 @pytest.mark.parametrize("noise", [-0.1, 10, float("nan"), "high", True])
 def test_noise_out_of_range_is_refused(noise):
     with pytest.raises(PatchbayesError, match=r"mixed\(noise="):

@@ -13,13 +13,10 @@ from .mixture import ECMP
 #: K, unless told otherwise.
 COMPONENTS = 5
 _JITTER, _RATE = 0.2, 0.1
-_PRETRAINED_JITTER, _PRETRAINED_RATE = 0.05, 0.05
 _FASTEST = 5e-3
 
 
-def mixed(
-    noise: float = 1.0, components: int = COMPONENTS, *, pretrained: bool = False
-) -> dict[str | Callable[[str, nn.Module], bool], Method]:
+def mixed(noise: float = 1.0, components: int = COMPONENTS) -> dict[str | Callable[[str, nn.Module], bool], Method]:
     """Rules for `patch_`: ECMP on norms and output, and ordinary dropout before all hidden layers.
 
     `noise` is the one dial: the components start apart by a jitter of 0.2 * noise, and activations are dropped with probability
@@ -32,20 +29,10 @@ def mixed(
     `warm_up_` before every epoch keeps the noise away from a network that still learns. Afterwards `calibrate_` fits spread and
     temperature.
 
-    pretrained   for fine-tuning a network whose weights come from elsewhere, all but a fresh output layer: MC dropout with a
-                 rate of 0.05 * noise before every norm, which stays on in prediction, where 20 draws gain; and ECMP on the
-                 output alone, in its local form with a jitter of 0.05 * noise: every step trains all components, so they
-                 need no rate of their own. With or without noise, let the fresh output layer learn far faster than the rest.
-
     The paper names mixed schemes as future work; `docs/training.md` has the measurements.
     """
     if isinstance(noise, bool) or not isinstance(noise, int | float) or not (math.isfinite(noise) and 0 <= noise < 10):
         raise PatchbayesError(f"mixed(noise={noise!r}): expected a number from 0 to below 10, with 1 as the default.")
-    if pretrained:
-        return {
-            "norm": Dropout(_PRETRAINED_RATE * noise),
-            "output": ECMP(components, jitter=_PRETRAINED_JITTER * noise, form="local"),
-        }
     return {
         "norm+output": ECMP(components, jitter=_JITTER * noise),
         "hidden": Dropout(_RATE * noise, tie="unit" if noise <= 1 else "activation", predict=False),
