@@ -153,7 +153,7 @@ def test_categorical_log_prob_is_the_log_softmax_at_the_target():
     flat = pb.likelihoods.Categorical().log_probs(outputs[0])
     np.testing.assert_allclose(flat.numpy(), scipy.special.log_softmax(outputs[0].numpy(), axis=-1), rtol=1e-12)
     for wrong in (targets.double(), targets[:3], targets.T):
-        with pytest.raises(PatchbayesError, match="class numbers of shape"):
+        with pytest.raises(PatchbayesError, match="class numbers"):
             pb.likelihoods.Categorical(1).log_prob(outputs, wrong)
 
 

@@ -178,8 +178,8 @@ def test_a_patched_network_answers_the_rows_that_it_can(runs):
 def test_empty_names_are_refused(runs):
     assert "an empty name is no file" in command("predict runs/net", "", code=2).err
     assert "got an empty one" in command("report runs/net -o", "", code=2).err
-    told = command("train new --data digits --model mlp --sites", "", code=1)
-    assert "sites=''): expected a name" in told.err
+    told = command("train new --data digits --model mlp --sites", "", code=2)
+    assert "--sites : expected a name" in told.err
     base = "bayesianize runs/plain/best.safetensors new --model mlp:8 --data npz:runs/d.npz --held-out test"
     assert "--sites: expected layers" in command(f"{base} --sites", "", code=2).err
     command(f"{base} --batch-size 0", code=2)
@@ -194,7 +194,7 @@ def test_empty_names_are_refused(runs):
     [
         ("train new --data digits --model mlp --set threads=100000", 1),
         ("train new --data digits --model mlp --set workers=100000", 1),
-        (f"train new --data digits --model mlp --epochs {2**70}", 1),
+        (f"train new --data digits --model mlp --epochs {2**70}", 2),
         ("train new --data digits --model mlp --set eval_draws=1000000000000000", 1),
         ("predict runs/net runs/t.csv --draws 1000000000000000", 2),
         ("evaluate runs/net --draws 1000000000000000", 2),
